@@ -1,0 +1,254 @@
+"""One definition per column name: dtype, meaning, unit, formula or counter.
+
+The same quantity in the same unit has the same name in every table; a different quantity has a different name. Units
+stand at the end of a name (`_bytes`, `_ns`). Missing is null, and a ratio whose denominator is 0 is null. What a
+table is made of (grain, key, order) lives in `tables`; what a canonical trace is made of lives in `trace`.
+"""
+
+from dataclasses import dataclass
+
+import polars as pl
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column as every table that has it means it.
+
+    `ratio` names the (numerator, denominator) columns a derived ratio must stand beside. `values` closes the set of
+    allowed strings. `unit` is null where the column is no quantity.
+    """
+
+    name: str
+    dtype: pl.DataType | type[pl.DataType]
+    description: str
+    unit: str | None = None
+    ratio: tuple[str, str] | None = None
+    values: tuple[str, ...] | None = None
+    minimum: int | float | None = None
+
+
+PHASES = ("prefill", "decode", "warmup", "unknown")
+PASS_KINDS = ("normal", "spec_accept", "spec_rejected", "spec_fallback")
+SCOPES = ("layer", "global")
+SEMANTICS = ("event_atomic", "sequential")
+ACCESS_ORDERS = ("router", "ascending", "descending", "random")
+DEDUPS = ("union", "none")
+POLICIES = ("lru", "lfu_gated", "lfu_always", "static", "belady_bypass", "belady_forced")
+SCORED_PHASES = ("prefill", "decode", "unknown", "all")
+CHECK_OUTCOMES = ("passed", "warned", "not_applicable")
+SOURCE_FORMATS = ("npz_experts", "route_csv_v1", "jsonl_tok_layers", "events_csv", "spec_jsonl")
+PREDICTORS = ("previous_token", "conditional")
+
+
+def _count(name: str, description: str, unit: str | None = None) -> Column:
+    return Column(name, pl.Int64, description, unit=unit, minimum=0)
+
+
+def _ratio(name: str, numerator: str, denominator: str, description: str) -> Column:
+    return Column(
+        name, pl.Float64, f"{description} = {numerator} ÷ {denominator}; null if 0 ÷ 0", ratio=(numerator, denominator)
+    )
+
+
+_DEFINITIONS = [
+    # identity and provenance of a trace
+    Column("trace_id", pl.String, "slug of the dump's name + first 12 hex digits of its identity, or as given"),
+    Column("other_trace_id", pl.String, "the second trace of a pair; greater than trace_id, so a pair stands once"),
+    Column("supersedes", pl.String, "trace_id of an earlier trace of a dump of the same path; null if there is none"),
+    Column("model", pl.String, "model whose router was recorded; null if neither dump nor user says"),
+    Column("engine", pl.String, "engine that ran the model; null if unknown"),
+    Column("domain", pl.String, "kind of text that was processed; null if unknown"),
+    Column("capture_method", pl.String, "how the routes were recorded; null if unknown"),
+    Column("source_file", pl.String, "file name of the raw dump"),
+    Column("source_format", pl.String, "layout of the raw dump, decided by content", values=SOURCE_FORMATS),
+    _count("source_bytes", "size of the raw dump as stored", "byte"),
+    Column("source_sha256", pl.String, "SHA-256 of the raw dump's bytes, hexadecimal"),
+    Column("parser_version", pl.Int64, "version of the parser that wrote the trace; raised when output changes"),
+    Column("schema_version", pl.String, "version of the canonical trace contract"),
+    Column("id_space", pl.String, "what an expert id of the dump names: logical, physical, local or slot"),
+    Column("weight_kind", pl.String, "meaning of router_weights; null if unknown; 'absent' if there are none"),
+    Column("rank_known", pl.Boolean, "whether expert_ids stand in router order (false: they arrived sorted)"),
+    Column(
+        "pass_boundaries",
+        pl.String,
+        "whether the dump records forward passes or one per token is assumed",
+        values=("recorded", "assumed_per_token"),
+    ),
+    Column("layer_base", pl.String, "how layer_id was decided: recorded, declared, or assumed from 0"),
+    Column(
+        "num_experts_source",
+        pl.String,
+        "declared (dump or user) or observed (largest id + 1: a lower bound)",
+        values=("declared", "observed"),
+    ),
+    _count("hidden_layers", "decoder layers of the model, dense ones included; null if unknown"),
+    _count("moe_layers", "layers with routed experts that the trace holds"),
+    _count("num_experts", "routed experts of the layer with the most"),
+    _count("pool_experts", "routed experts summed over the layers in question: all of them is the footprint's bound"),
+    _count("pool_bytes", "bytes of all routed experts; null if sizes are unknown", "byte"),
+    _count("expert_bytes_min", "stored size of the smallest expert; null if sizes are unknown", "byte"),
+    _count("expert_bytes_max", "stored size of the largest expert; null if sizes are unknown", "byte"),
+    _count("top_k_model", "experts per token and layer by the model's configuration; null if unknown"),
+    _count("top_k_observed", "experts per token and layer in the dump"),
+    _count("rows", "rows of the canonical trace: token positions × layers × passes"),
+    _count("events", "events in question; an event is what a cache must serve at once (one step, pass, layer)"),
+    _count("steps", "engine iterations, warm-up ones included"),
+    _count("requests", "sequences"),
+    _count("selections", "Σ over rows of k in question"),
+    _count(
+        "accepted_tokens",
+        "Σ over decode (or unknown-phase) steps and requests: 2 if spec_accept, else 1; "
+        "prefill accepts its one first token",
+    ),
+    _count("prefill_rows", "rows of phase prefill"),
+    _count("decode_rows", "rows of phase decode"),
+    _count("warmup_rows", "rows of phase warmup: a leading block of identical rows, never replayed"),
+    _count("unknown_phase_rows", "rows whose phase neither dump nor user says"),
+    _count("dropped_rows", "rows of the dump that did not enter the trace; the reasons are in the trace's metadata"),
+    Column("unknowns", pl.String, "comma-separated facts that neither dump nor user says"),
+    # checks
+    Column("name", pl.String, "name of the check"),
+    Column("outcome", pl.String, "a failed check refuses the dump, so it has no row", values=CHECK_OUTCOMES),
+    Column("wanted", pl.String, "what a sound dump shows"),
+    Column("found", pl.String, "what this dump shows"),
+    # contract of a simulated result
+    Column("policy", pl.String, "eviction policy", values=POLICIES),
+    Column("scope", pl.String, "layer: one cache per layer; global: one cache over all", values=SCOPES),
+    Column(
+        "semantics",
+        pl.String,
+        "event_atomic: an event is classified as a whole before anything is admitted; sequential: access by access",
+        values=SEMANTICS,
+    ),
+    Column("access_order", pl.String, "order of accesses inside an event", values=ACCESS_ORDERS),
+    Column(
+        "dedup", pl.String, "union: an event accesses each of its experts once; none: once per selection", values=DEDUPS
+    ),
+    _count("capacity_experts_total", "capacity in experts over all layers; null where capacity was given in bytes"),
+    _count(
+        "capacity_bytes",
+        "capacity in bytes of expert data over all layers; null where expert sizes are unknown, "
+        "or unequal under a capacity in experts and scope global",
+        "byte",
+    ),
+    _count("step_begin", "first replayed step, counted without warm-up steps", "step"),
+    _count("step_end", "first step after the replayed ones, counted without warm-up steps", "step"),
+    Column("phase", pl.String, "phase that was scored", values=SCORED_PHASES),
+    Column("warm_fraction", pl.Float64, "share of the selected steps that were replayed but not scored", minimum=0),
+    _count("warm_steps", "floor(warm_fraction × selected steps)", "step"),
+    _count("scored_steps", "steps with at least one scored event", "step"),
+    Column("warm_pass", pl.Boolean, "whether the selection was replayed once unscored before the scored pass"),
+    Column("fit", pl.String, "what a static table or a predictor was fitted on; null if nothing was fitted"),
+    Column("seed", pl.Int64, "seed of whatever was random; null if nothing was"),
+    # simulated counts
+    _count("accesses", "Σ over scored events of |union of the event's experts|; Σ of selections under dedup none"),
+    _count("hits", "scored accesses found resident by the simulator"),
+    _count("misses", "scored accesses not found resident by the simulator"),
+    _ratio("hit_rate", "hits", "accesses", "simulated hit rate"),
+    _ratio("miss_ratio", "misses", "accesses", "simulated miss ratio"),
+    _count("compulsory_misses", "scored misses on an expert not accessed before in the replay"),
+    _ratio(
+        "union_ratio", "accesses", "selections", "accesses per selection: below 1 where an event's tokens share experts"
+    ),
+    _count("demand_bytes", "bytes of all scored accesses, hit or miss; null if sizes are unknown", "byte"),
+    _count("miss_bytes", "part of demand_bytes the simulator did not find resident; null if sizes are unknown", "byte"),
+    _count(
+        "preload_bytes",
+        "bytes a static table holds before the first access, never counted as misses; null "
+        "for other policies or unknown sizes",
+        "byte",
+    ),
+    # locality
+    Column("layer_id", pl.Int64, "the model's own layer number; null stands for all layers together", minimum=0),
+    _count("tokens", "token positions in question, per layer (summed over layers in the total)"),
+    _count(
+        "reuse_selections",
+        "selections that have an earlier token in the same layer: all but the first token's; "
+        "the denominator of every W_w",
+    ),
+    _count("w1_reused_selections", "of reuse_selections, those whose expert the same layer used at the token before"),
+    _count(
+        "w8_reused_selections", "of reuse_selections, those whose expert the same layer used in the 8 tokens before"
+    ),
+    _count(
+        "w64_reused_selections", "of reuse_selections, those whose expert the same layer used in the 64 tokens before"
+    ),
+    _ratio("w1_reuse_ratio", "w1_reused_selections", "reuse_selections", "lag-1 reuse W_1"),
+    _ratio("w8_reuse_ratio", "w8_reused_selections", "reuse_selections", "W_8"),
+    _ratio("w64_reuse_ratio", "w64_reused_selections", "reuse_selections", "W_64"),
+    _count(
+        "w1_shuffled_reused_selections",
+        "w1_reused_selections after shuffling the tokens, one permutation for all layers",
+    ),
+    _count("w8_shuffled_reused_selections", "w8_reused_selections after the same shuffle"),
+    _count("w64_shuffled_reused_selections", "w64_reused_selections after the same shuffle"),
+    _ratio("w1_shuffled_ratio", "w1_shuffled_reused_selections", "reuse_selections", "W_1 of the shuffled tokens"),
+    _ratio("w8_shuffled_ratio", "w8_shuffled_reused_selections", "reuse_selections", "W_8 of the shuffled tokens"),
+    _ratio("w64_shuffled_ratio", "w64_shuffled_reused_selections", "reuse_selections", "W_64 of the shuffled tokens"),
+    Column("chance_numerator", pl.Float64, "Σ p² over experts, p = count ÷ tokens of the layer", minimum=0),
+    Column("chance_denominator", pl.Float64, "Σ p over experts: k where each token selects k", minimum=0),
+    _ratio("chance_ratio", "chance_numerator", "chance_denominator", "popularity-weighted chance of W_1"),
+    _ratio("uniform_ratio", "selections", "uniform_denominator", "chance of W_1 under a uniform router, k ÷ E"),
+    _count("uniform_denominator", "tokens × experts of the layer, summed over the layers in question"),
+    Column(
+        "zipf_alpha",
+        pl.Float64,
+        "−slope of ln(count) on ln(rank), least squares over nonzero counts (the total "
+        "pools all (layer, expert) counts); null with fewer than two",
+    ),
+    _count("top8_selections", "selections of each layer's eight most selected experts"),
+    _ratio("top8_share", "top8_selections", "selections", "share of the top eight experts"),
+    _count("distinct_experts", "distinct (layer, expert) that occur"),
+    _ratio("coverage_ratio", "distinct_experts", "pool_experts", "share of the pool that occurs at all"),
+    _count("working_set_95_experts", "fewest experts that carry 95 % of a layer's selections (summed in the total)"),
+    _ratio("working_set_95_ratio", "working_set_95_experts", "pool_experts", "95 % working set"),
+    # overlap of domains
+    _count("top_experts", "size of the set of most selected experts per layer that two traces are compared by"),
+    _count("shared_experts", "experts in both sets, summed over the layers in question"),
+    _count("joint_experts", "experts in either set, summed over the layers in question"),
+    _ratio("jaccard_ratio", "shared_experts", "joint_experts", "Jaccard overlap"),
+    # lookahead
+    Column(
+        "predictor",
+        pl.String,
+        "previous_token: the same layer's experts one step earlier; conditional: the "
+        "experts most often seen d layers on, given this layer's",
+        values=PREDICTORS,
+    ),
+    _count("lookahead_layers", "layers between the event a prediction is made at and its target", "layer"),
+    _count("lookahead_steps", "steps between the event a prediction is made at and its target", "step"),
+    _count("width", "experts a prediction may name; null where the predictor names a set of its own size"),
+    _count("covered_events", "of events, those for which the predictor made a prediction, even an empty one"),
+    _ratio("hint_coverage", "covered_events", "events", "share of events with a prediction"),
+    _count("covered_accesses", "accesses of covered events"),
+    _count("predicted_experts", "experts named, summed over covered events"),
+    _count("predicted_accesses", "accesses that had been named: |predicted ∩ accessed|"),
+    _ratio(
+        "recall_all", "predicted_accesses", "accesses", "lookahead recall, an event without prediction counts as missed"
+    ),
+    _ratio("recall_covered", "predicted_accesses", "covered_accesses", "lookahead recall over covered events"),
+    _ratio("precision", "predicted_accesses", "predicted_experts", "lookahead precision"),
+    Column(
+        "chance_predicted_accesses",
+        pl.Float64,
+        "expected predicted_accesses of as many experts named uniformly at random",
+        minimum=0,
+    ),
+    _ratio(
+        "chance_recall_all",
+        "chance_predicted_accesses",
+        "accesses",
+        "recall_all of a uniformly random plan of the same widths",
+    ),
+    # canonical trace (fixed-size lists depend on k and are described in `trace`)
+    Column("event_id", pl.UInt32, "dense, in recorded order: one per (step, pass, layer)"),
+    Column("row_in_event", pl.UInt16, "0.. within the event"),
+    Column("step_id", pl.UInt32, "engine iteration (forward pass over the running requests), 0-based, dense"),
+    Column("request_id", pl.UInt32, "sequence; one stream = 0"),
+    Column("token_position", pl.UInt32, "place in the sequence as the dump numbers it; null if it does not say"),
+    Column("pass_kind", pl.String, "what a pass was for under speculation", values=PASS_KINDS),
+]
+
+COLUMNS: dict[str, Column] = {column.name: column for column in _DEFINITIONS}
+if len(COLUMNS) != len(_DEFINITIONS):
+    raise RuntimeError("a column name is defined twice")

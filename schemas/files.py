@@ -1,0 +1,127 @@
+"""Where the data lies, and the one way a file becomes a result: temporary sibling, fsync, rename.
+
+A reader never sees half a file: what carries its final name is complete. What a killed process leaves behind is hidden
+(`.name.….tmp`), locked by nobody, and removed by `remove_stale`.
+"""
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ENVIRONMENT_VARIABLE = "EXPERT_TIER_DATA"
+_SUFFIX = ".tmp"
+
+
+@dataclass(frozen=True)
+class DataFolder:
+    """The layout of one data folder."""
+
+    root: Path
+
+    @property
+    def dumps(self) -> Path:
+        return self.root / "dumps"
+
+    @property
+    def traces(self) -> Path:
+        return self.root / "traces"
+
+    @property
+    def results(self) -> Path:
+        return self.root / "results"
+
+    @property
+    def warehouse(self) -> Path:
+        return self.root / "warehouse.duckdb"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report" / "index.html"
+
+    def trace_file(self, trace_id: str) -> Path:
+        return self.traces / f"{trace_id}.parquet"
+
+    def result_file(self, table: str, partition: str) -> Path:
+        """`partition` is a trace_id, or `all` for a table over several traces."""
+        return self.results / table / partition / "part.parquet"
+
+    def trace_ids(self) -> list[str]:
+        """Ids of the canonical traces that are here, sorted."""
+        return sorted(path.stem for path in self.traces.glob("*.parquet") if not path.name.startswith("."))
+
+
+@contextlib.contextmanager
+def publish(target: Path, *, claim: Callable[[], None] | None = None) -> Iterator[Path]:
+    """A temporary sibling of `target` to write to; on success it replaces `target`, on any failure it is removed.
+
+    The temporary file is locked while its writer lives, so that `remove_stale` can tell it from a leftover. `claim`
+    runs right before the rename, both under the folder's lock; by raising it keeps `target` as it is.
+
+    Raises:
+        OSError: it cannot be written; `target` is untouched then.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=_SUFFIX, dir=target.parent)
+    temporary = Path(name)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.fchmod(descriptor, 0o666 & ~_umask())
+        yield temporary
+        # The writer has closed its own handle; this one shares the inode, so it flushes the same data.
+        os.fsync(descriptor)
+        with exclusive(target.parent) if claim else contextlib.nullcontext():
+            if claim:
+                claim()
+            temporary.replace(target)
+        _fsync_folder(target.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_stale(folder: Path) -> list[Path]:
+    """Removes temporaries in `folder` (not below it) whose writer is dead; returns what it removed."""
+    removed = []
+    for path in folder.glob(f".*{_SUFFIX}"):
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            removed.append(path)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(descriptor)
+    return removed
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock: one process at a time decides here what a name means."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,198 @@
+"""The canonical trace: its Arrow schema and the metadata every file carries.
+
+One row per token position of one pass of one layer, key (`event_id`, `row_in_event`), sorted by it, row groups of
+whole steps. `read` and `write` live elsewhere (`replayer.trace`, `pipeline.canonical`); this module only says what is
+right.
+"""
+
+import re
+from typing import Annotated, Literal
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from schemas.columns import PASS_KINDS, PHASES
+
+SCHEMA_VERSION = "1.0"
+METADATA_KEY = b"expert_tier"
+TRACE_ID_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+
+PHASE_CODES: dict[str, int] = {name: code for code, name in enumerate(PHASES)}
+PASS_KIND_CODES: dict[str, int] = {name: code for code, name in enumerate(PASS_KINDS)}
+
+IdSpace = Literal["logical", "physical", "local", "slot"]
+WeightKind = Literal["softmax", "renormalised", "scaled", "sigmoid", "logits", "absent"]
+Phase = Literal["prefill", "decode", "warmup", "unknown"]
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+LayerId = Annotated[int, Field(ge=0, le=65535)]
+Text = Annotated[str, StringConstraints(max_length=4096)]
+
+
+def arrow_schema(top_k: int) -> pa.Schema:
+    """The Arrow schema of a canonical trace whose rows select `top_k` experts."""
+    enum = pa.dictionary(pa.int8(), pa.string())
+    return pa.schema(
+        [
+            pa.field("event_id", pa.uint32(), nullable=False),
+            pa.field("row_in_event", pa.uint16(), nullable=False),
+            pa.field("step_id", pa.uint32(), nullable=False),
+            pa.field("request_id", pa.uint32(), nullable=False),
+            pa.field("token_position", pa.uint32()),
+            pa.field("phase", enum, nullable=False),
+            pa.field("pass_kind", enum, nullable=False),
+            pa.field("layer_id", pa.uint16(), nullable=False),
+            pa.field("expert_ids", pa.list_(pa.field("element", pa.uint16(), nullable=False), top_k), nullable=False),
+            pa.field("router_weights", pa.list_(pa.field("element", pa.float16()), top_k)),
+            pa.field("predicted_expert_ids", pa.list_(pa.field("element", pa.uint16(), nullable=False))),
+        ]
+    )
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class UserMetadata(_Model):
+    """What a user may say of a dump, in `<dump>.toml` or `--meta key=value`. What nobody says stays unknown."""
+
+    model: Text | None = None
+    engine: Text | None = None
+    domain: Text | None = None
+    capture_method: Text | None = None
+    hidden_layers: PositiveInt | None = None
+    moe_layer_ids: list[LayerId] | None = Field(default=None, description="the model's numbers of the dump's layers")
+    num_experts: Annotated[int, Field(gt=0, le=65535)] | None = None
+    top_k_model: PositiveInt | None = None
+    expert_bytes: PositiveInt | list[PositiveInt] | list[list[PositiveInt]] | None = Field(
+        default=None, description="one size, or one per MoE layer, or one list per MoE layer with one per expert"
+    )
+    expert_id_base: Literal[0, 1] | None = Field(default=None, description="1 if the dump counts experts from 1")
+    id_space: IdSpace | None = None
+    weight_kind: WeightKind | None = None
+    phase: Literal["prefill", "decode"] | None = Field(default=None, description="phase of rows the dump leaves open")
+    tied_routing: bool | None = Field(default=None, description="true if the model really shares routes between layers")
+
+    @model_validator(mode="after")
+    def _layers_ascend(self) -> "UserMetadata":
+        layers = self.moe_layer_ids
+        if layers is not None and sorted(set(layers)) != layers:
+            raise ValueError("moe_layer_ids must ascend without repeats")
+        return self
+
+
+class CheckRecord(_Model):
+    """One check a dump went through. A failed check refuses the dump, so only these outcomes are ever stored."""
+
+    name: str
+    outcome: Literal["passed", "warned", "not_applicable"]
+    wanted: str
+    found: str
+
+
+class Source(_Model):
+    """The raw dump a trace was made of."""
+
+    file: str = Field(description="file name, without its folder")
+    folder: str = Field(description="absolute folder the dump was read from, where it is looked for to parse it again")
+    format: Literal["npz_experts", "route_csv_v1", "jsonl_tok_layers", "events_csv", "spec_jsonl"]
+    bytes: NonNegativeInt
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Counts(_Model):
+    """Sizes of a trace, as written."""
+
+    rows: NonNegativeInt
+    events: NonNegativeInt
+    steps: NonNegativeInt
+    requests: NonNegativeInt
+    selections: NonNegativeInt
+    accesses: NonNegativeInt
+    accepted_tokens: NonNegativeInt
+    rows_by_phase: dict[Phase, NonNegativeInt]
+    dropped_rows: dict[str, NonNegativeInt] = Field(description="reason → rows of the dump that are not in the trace")
+
+
+class EngineObservation(_Model):
+    """Hits and misses the engine itself recorded, kept beside our own and never mixed with them."""
+
+    meaning: str
+    accesses: NonNegativeInt
+    hits: NonNegativeInt
+    misses: NonNegativeInt
+
+
+class TraceMetadata(_Model):
+    """The JSON under the Parquet key `expert_tier`. Unknown is null, and shown as unknown."""
+
+    schema_version: str
+    trace_id: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,127}$")]
+    supersedes: str | None
+    model: str | None
+    engine: str | None
+    domain: str | None
+    capture_method: str | None
+    hidden_layers: PositiveInt | None
+    moe_layer_ids: list[LayerId]
+    layer_base: Literal["recorded", "declared", "assumed_from_0"]
+    experts_per_layer: list[PositiveInt] = Field(description="in the order of moe_layer_ids")
+    num_experts_source: Literal["declared", "observed"]
+    top_k_model: PositiveInt | None
+    top_k_observed: PositiveInt
+    expert_bytes: list[PositiveInt] | list[list[PositiveInt]] | None = Field(
+        description="per MoE layer, or per MoE layer and expert; null if unknown"
+    )
+    id_space: IdSpace | None
+    weight_kind: WeightKind | None
+    rank_known: bool
+    pass_boundaries: Literal["recorded", "assumed_per_token"]
+    source: Source
+    user_metadata: UserMetadata
+    parser_version: int
+    counts: Counts
+    checks: list[CheckRecord]
+    engine_observations: list[EngineObservation]
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> "TraceMetadata":
+        layers = len(self.moe_layer_ids)
+        if sorted(set(self.moe_layer_ids)) != self.moe_layer_ids:
+            raise ValueError("moe_layer_ids must ascend without repeats")
+        if len(self.experts_per_layer) != layers:
+            raise ValueError(f"experts_per_layer has {len(self.experts_per_layer)} entries for {layers} layers")
+        if self.expert_bytes is not None:
+            if len(self.expert_bytes) != layers:
+                raise ValueError(f"expert_bytes has {len(self.expert_bytes)} entries for {layers} layers")
+            for sizes, num_experts in zip(self.expert_bytes, self.experts_per_layer, strict=True):
+                if isinstance(sizes, list) and len(sizes) != num_experts:
+                    raise ValueError(f"expert_bytes has {len(sizes)} sizes for a layer of {num_experts} experts")
+        return self
+
+    @property
+    def unknowns(self) -> list[str]:
+        """Names of the facts that neither dump nor user says, in a fixed order."""
+        facts = {
+            "model": self.model,
+            "engine": self.engine,
+            "domain": self.domain,
+            "capture_method": self.capture_method,
+            "hidden_layers": self.hidden_layers,
+            "layer_base": None if self.layer_base == "assumed_from_0" else self.layer_base,
+            "num_experts": None if self.num_experts_source == "observed" else self.num_experts_source,
+            "top_k_model": self.top_k_model,
+            "expert_bytes": self.expert_bytes,
+            "id_space": self.id_space,
+            "weight_kind": self.weight_kind,
+            "router_order": self.rank_known or None,
+            "pass_boundaries": None if self.pass_boundaries == "assumed_per_token" else self.pass_boundaries,
+            "phase": None if self.counts.rows_by_phase.get("unknown") else "said",
+        }
+        return [name for name, value in facts.items() if value is None]
+
+    def sizes_of_layer(self, layer: int) -> list[int] | None:
+        """Bytes of each expert of the `layer`-th MoE layer (an ordinal, not a layer_id); null if unknown."""
+        if self.expert_bytes is None:
+            return None
+        sizes = self.expert_bytes[layer]
+        return sizes if isinstance(sizes, list) else [sizes] * self.experts_per_layer[layer]

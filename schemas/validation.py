@@ -1,0 +1,183 @@
+"""pandera schemas made from the definitions, and the two functions that apply them.
+
+Data checks really run: result tables are validated as eager frames, a canonical trace as a LazyFrame under
+SCHEMA_AND_DATA (at pandera's default depth a LazyFrame's values are never looked at).
+"""
+
+import pandera.polars as pa
+import polars as pl
+from pandera.config import ValidationDepth, config_context
+from pandera.errors import SchemaErrors
+
+from schemas.columns import COLUMNS, PASS_KINDS, PHASES, Column
+from schemas.tables import Table
+from schemas.trace import TraceMetadata
+
+MAX_FAILURES_SHOWN = 5
+
+
+class ContractViolation(ValueError):
+    """A frame does not keep its table's contract; the message lists the failures, at most five."""
+
+
+def _column_checks(column: Column) -> list[pa.Check]:
+    checks = []
+    if column.values is not None:
+        checks.append(pa.Check.isin(list(column.values)))
+    if column.minimum is not None:
+        checks.append(pa.Check.ge(column.minimum))
+    if column.ratio is not None:
+        # Every ratio here is a part of a whole except union_ratio under dedup none, which is exactly 1.
+        checks.append(pa.Check.in_range(0, 1))
+    return checks
+
+
+def _ratio_check(column: Column) -> pa.Check:
+    numerator, denominator = column.ratio or ("", "")
+
+    def holds(data: pa.PolarsData) -> pl.LazyFrame:
+        whole = pl.col(denominator)
+        expected = pl.when(whole != 0).then(pl.col(numerator) / whole)
+        same = (pl.col(column.name) - expected).abs() <= 1e-12
+        both_null = pl.col(column.name).is_null() & expected.is_null()
+        return data.lazyframe.select((same.fill_null(value=False) | both_null).alias(column.name))
+
+    return pa.Check(holds, name=f"{column.name} = {numerator} ÷ {denominator}", ignore_na=False)
+
+
+def _sum_check(total: str, parts: tuple[str, ...]) -> pa.Check:
+    def holds(data: pa.PolarsData) -> pl.LazyFrame:
+        return data.lazyframe.select(pl.col(total) == pl.sum_horizontal(parts))
+
+    return pa.Check(holds, name=f"{total} = {' + '.join(parts)}")
+
+
+def _key_check(key: tuple[str, ...]) -> pa.Check:
+    def holds(data: pa.PolarsData) -> pl.LazyFrame:
+        return data.lazyframe.select(pl.struct(key).is_first_distinct())
+
+    return pa.Check(holds, name=f"one row per {', '.join(key)}", ignore_na=False)
+
+
+def table_schema(table: Table) -> pa.DataFrameSchema:
+    """The pandera schema of a result table: exact columns, order, dtypes, ranges, ratios, sums and key."""
+    frame_checks = [_ratio_check(column) for column in table.columns if column.ratio is not None]
+    frame_checks += [_sum_check(total, parts) for total, parts in table.sums]
+    frame_checks.append(_key_check(table.key))
+    columns = {
+        column.name: pa.Column(
+            column.dtype,
+            _column_checks(column),
+            nullable=column.ratio is not None or column.name in table.nullable,
+            description=column.description,
+        )
+        for column in table.columns
+    }
+    return pa.DataFrameSchema(columns, checks=frame_checks, name=table.name, strict=True, ordered=True)
+
+
+def validate_table(frame: pl.DataFrame, table: Table) -> pl.DataFrame:
+    """`frame`, if it keeps the contract of `table`.
+
+    Raises:
+        ContractViolation: it does not; all failures are collected, five are shown.
+    """
+    try:
+        with config_context(validation_depth=ValidationDepth.SCHEMA_AND_DATA):
+            return table_schema(table).validate(frame, lazy=True)
+    except SchemaErrors as error:
+        raise ContractViolation(_describe(table.name, error)) from None
+
+
+def trace_schema(metadata: TraceMetadata) -> pa.DataFrameSchema:
+    """The pandera schema of a canonical trace with this metadata.
+
+    Order and density are checked on neighbouring rows, so that no pass over the data needs a hash of it.
+    """
+    top_k = metadata.top_k_observed
+    experts = dict(zip(metadata.moe_layer_ids, metadata.experts_per_layer, strict=True))
+
+    def ids_in_range(data: pa.PolarsData) -> pl.LazyFrame:
+        limit = pl.col("layer_id").replace_strict(
+            list(experts), list(experts.values()), default=None, return_dtype=pl.UInt32
+        )
+        return data.lazyframe.select((pl.col("expert_ids").arr.max() < limit).fill_null(value=False))
+
+    def ids_differ(data: pa.PolarsData) -> pl.LazyFrame:
+        return data.lazyframe.select(pl.col("expert_ids").arr.n_unique() == top_k)
+
+    def key_ascends(data: pa.PolarsData) -> pl.LazyFrame:
+        event, row = pl.col("event_id").cast(pl.Int64), pl.col("row_in_event").cast(pl.Int64)
+        next_row = (event == event.shift(1)) & (row == row.shift(1) + 1)
+        next_event = (event == event.shift(1) + 1) & (row == 0)
+        first = event.shift(1).is_null() & (event == 0) & (row == 0)
+        return data.lazyframe.select((next_row | next_event | first).fill_null(value=False))
+
+    def steps_are_dense(data: pa.PolarsData) -> pl.LazyFrame:
+        step = pl.col("step_id").cast(pl.Int64)
+        return data.lazyframe.select((step - step.shift(1)).is_between(0, 1) | step.shift(1).is_null() & (step == 0))
+
+    def one_event_one_layer_phase_and_kind(data: pa.PolarsData) -> pl.LazyFrame:
+        same_event = pl.col("event_id") == pl.col("event_id").shift(1)
+        agrees = pl.all_horizontal(
+            [pl.col(name) == pl.col(name).shift(1) for name in ("step_id", "layer_id", "phase", "pass_kind")]
+        )
+        return data.lazyframe.select((~same_event | agrees).fill_null(value=True))
+
+    enum_columns = {
+        "phase": pa.Column(pl.String, pa.Check.isin(PHASES), description="prefill, decode, warmup or unknown"),
+        "pass_kind": pa.Column(pl.String, pa.Check.isin(PASS_KINDS), description=COLUMNS["pass_kind"].description),
+    }
+    plain = ("event_id", "row_in_event", "step_id", "request_id", "token_position")
+    return pa.DataFrameSchema(
+        {
+            **{name: pa.Column(COLUMNS[name].dtype, nullable=name == "token_position") for name in plain},
+            **enum_columns,
+            "layer_id": pa.Column(pl.UInt16, pa.Check.isin(list(experts))),
+            "expert_ids": pa.Column(
+                pl.Array(pl.UInt16, top_k),
+                description="routed experts of the row, logical, global, 0-based; in router order if rank_known",
+            ),
+            "router_weights": pa.Column(
+                pl.Array(pl.Float16, top_k), nullable=True, description="weights of expert_ids; null if not dumped"
+            ),
+            "predicted_expert_ids": pa.Column(
+                pl.List(pl.UInt16), nullable=True, description="experts a recorded plan named for this event before"
+            ),
+        },
+        checks=[
+            pa.Check(ids_in_range, name="expert_ids below the layer's number of experts", ignore_na=False),
+            pa.Check(ids_differ, name="no expert twice in a row", ignore_na=False),
+            pa.Check(key_ascends, name="(event_id, row_in_event) dense and ascending", ignore_na=False),
+            pa.Check(steps_are_dense, name="step_id dense and ascending", ignore_na=False),
+            pa.Check(one_event_one_layer_phase_and_kind, name="one step, layer, phase and kind per event"),
+        ],
+        name="canonical trace",
+        strict=True,
+        ordered=True,
+    )
+
+
+def validate_trace(trace: pl.LazyFrame, metadata: TraceMetadata) -> None:
+    """Checks every value of a canonical trace, streaming, in bounded memory.
+
+    Raises:
+        ContractViolation: the trace does not keep the contract.
+    """
+    as_text = trace.with_columns(pl.col("phase", "pass_kind").cast(pl.String))
+    try:
+        with config_context(validation_depth=ValidationDepth.SCHEMA_AND_DATA):
+            trace_schema(metadata).validate(as_text, lazy=True)
+    except SchemaErrors as error:
+        raise ContractViolation(_describe(f"trace {metadata.trace_id}", error)) from None
+
+
+def _describe(what: str, errors: SchemaErrors) -> str:
+    # pandera has one failure case per bad row: the distinct (column, check) pairs say it all.
+    cases = errors.failure_cases.select("column", "check", "failure_case").unique(["column", "check"], keep="first")
+    shown = [
+        f"{row['column']}: {row['check']} (found {row['failure_case']!r})"
+        for row in cases.head(MAX_FAILURES_SHOWN).iter_rows(named=True)
+    ]
+    rest = cases.height - len(shown)
+    return f"{what}: {'; '.join(shown)}" + (f"; and {rest} more" if rest > 0 else "")
