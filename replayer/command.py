@@ -1,0 +1,109 @@
+"""What the command lines share: one-line errors, exit codes, and byte sizes and fractions as arguments.
+
+Exit codes: 0 done, 1 the work failed (bad data, interrupted), 2 the call was wrong. A traceback only with `--debug`.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import NoReturn
+
+from replayer.quantities import parse_bytes
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def run(
+    prog: str,
+    work: Callable[[Sequence[str] | None], int],
+    argv: Sequence[str] | None,
+    *,
+    wrong_call: tuple[type[Exception], ...],
+    failed: tuple[type[Exception], ...],
+) -> int:
+    """Runs `work` and turns what it raises into one line on stderr and an exit code.
+
+    `wrong_call` exceptions exit 2, `failed` ones and OSError exit 1. Anything else is a bug and keeps its traceback.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    worded: tuple[type[Exception], ...] = (OSError, *wrong_call, *failed)
+    try:
+        status = work(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader of our output has gone; let the interpreter not complain about it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted; nothing half-written was kept", file=sys.stderr)
+        return 1
+    except worded as error:
+        if "--debug" in arguments:
+            raise
+        print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, wrong_call) else 1
+
+
+def byte_size(text: str) -> int:
+    """argparse type: a positive size in bytes."""
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted more than 0 bytes")
+    return size
+
+
+def fraction(text: str) -> Fraction:
+    """argparse type: a decimal in [0, 1), kept exact so that floor(f × steps) is what a person expects."""
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(-1)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted a number from 0 to below 1")
+    return value
+
+
+def listed(one: Callable[[str], object]) -> Callable[[str], list[object]]:
+    """argparse type: a comma-separated list of `one`."""
+
+    def parse(text: str) -> list[object]:
+        return [one(part.strip()) for part in text.split(",")]
+
+    return parse
+
+
+def count(text: str) -> int:
+    """argparse type: a whole number, not negative."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted a whole number, not negative")
+    return int(text)
+
+
+def choice(allowed: Sequence[str]) -> Callable[[str], str]:
+    """argparse type: one of `allowed`."""
+
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise argparse.ArgumentTypeError(f"{text!r}, wanted one of {', '.join(allowed)}")
+        return text
+
+    return parse
+
+
+def steps(text: str) -> tuple[int | None, int | None]:
+    """argparse type: a half-open range `a:b`, either end may be left out."""
+    begin, colon, end = text.partition(":")
+    if not colon or not all(part == "" or (part.isascii() and part.isdigit()) for part in (begin, end)):
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted a:b, for example 0:400")
+    return int(begin) if begin else None, int(end) if end else None

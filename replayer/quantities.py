@@ -1,0 +1,33 @@
+"""Byte sizes as people write them: `256GB`, `64GiB`, `4G` (= GiB), `1048576`."""
+
+import re
+from fractions import Fraction
+
+_DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_UNITS = {"": 1, "b": 1, **_DECIMAL, **_BINARY}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", re.ASCII)
+
+
+def parse_bytes(text: str) -> int:
+    """The size in bytes; GB is decimal, GiB and a bare G are binary.
+
+    Raises:
+        ValueError: `text` is no size, or no whole number of bytes.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(match.group(2).lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"{text!r} is no size; write bytes or a number with KB, MB, GB, TB, KiB, MiB, GiB, TiB, K…T")
+    size = Fraction(match.group(1)) * unit
+    if size.denominator != 1:
+        raise ValueError(f"{text!r} is {float(size)} bytes, not a whole number")
+    return int(size)
+
+
+def format_bytes(size_bytes: int) -> str:
+    """A size for people, with its unit: `1.50 GiB`, `812 bytes`."""
+    for name, unit in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.2f} {name}"
+    return f"{size_bytes} bytes"
