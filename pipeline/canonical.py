@@ -1,0 +1,1032 @@
+"""Parsed dump → canonical trace: layer numbers, typing of passes, event numbers, the checks of a whole dump, the file.
+
+In: a raw dump and what its user says of it. Out: `data/traces/<trace_id>.parquet`, validated before it gets its name,
+or an error that says where, what was wanted, what was found and what to do. Layout knowledge belongs to `dumps`.
+
+Letters: R rows of a block, K experts per row, L layers seen so far.
+"""
+
+import contextlib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import ValidationError
+
+from pipeline.dumps import sniff
+from pipeline.dumps.blocks import DumpFile, MalformedDump, ParsedDump, RowBlock
+from replayer.trace import MAX_OBJECTS, MalformedTrace, read_metadata
+from schemas.columns import PASS_KINDS, PHASES
+from schemas.files import DataFolder, publish, remove_stale
+from schemas.trace import (
+    METADATA_KEY,
+    PASS_KIND_CODES,
+    PHASE_CODES,
+    SCHEMA_VERSION,
+    TRACE_ID_PATTERN,
+    CheckRecord,
+    Counts,
+    Source,
+    TraceMetadata,
+    UserMetadata,
+    arrow_schema,
+)
+from schemas.validation import validate_trace
+
+PARSER_VERSION = 1
+"""Raised whenever the same dump would give another trace; older traces are parsed again by the nightly schedule."""
+
+WARMUP_ROWS = 16
+"""Shortest leading block of one identical row, in all layers, that counts as the engine's warm-up (published ones
+run from 2,048 to 16,640 rows; no sound dump at hand starts with more than one)."""
+
+CONSTANT_ROWS = 16
+"""Rows from which on a layer that never changes is refused: an unwritten buffer, not a popular expert."""
+
+IDENTICAL_ROWS = 32
+"""Rows from which on two layers with equal routes are refused as copies; below it they are only named."""
+
+PARTITION_CHANCE = 0.01
+"""Expected chance windows up to which one window that partitions the experts is evidence of a strided-view copy."""
+
+COLLAPSE_SHARE = 0.9
+"""Share of a layer's selections on its k most selected experts from which on a collapse is named; it can be real."""
+
+
+@dataclass(frozen=True)
+class Ingested:
+    """A trace that is in the data folder, and whether this call wrote it."""
+
+    metadata: TraceMetadata
+    path: Path
+    is_new: bool
+
+    @property
+    def warnings(self) -> list[str]:
+        found = [f"{check.name}: {check.found}" for check in self.metadata.checks if check.outcome == "warned"]
+        return found if self.is_new else ["already ingested: the same dump is one trace", *found]
+
+
+# What the user says
+
+
+def read_user_metadata(dump_path: Path, overrides: Sequence[str] = ()) -> UserMetadata:
+    """What the user says of a dump: `<dump>.toml` (or the dump's name with its last suffix replaced), then overrides.
+
+    An override is `key=value`; the value is read as JSON where it is JSON, else as text.
+
+    Raises:
+        MalformedDump: unreadable TOML, an unknown key, a value of a wrong type.
+    """
+    said: dict[str, object] = {}
+    where = "--meta"
+    for beside in (dump_path.with_name(dump_path.name + ".toml"), dump_path.with_suffix(".toml")):
+        if beside.is_file():
+            where = str(beside)
+            try:
+                said = tomllib.loads(beside.read_text(encoding="utf-8"))
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                raise MalformedDump(f'{beside}: no TOML ({error}); wanted lines like model = "name"') from None
+            break
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise MalformedDump(f"--meta {override!r}: wanted key=value, for example --meta domain=code")
+        try:
+            said[key.strip()] = json.loads(value)
+        except ValueError:
+            said[key.strip()] = value
+    try:
+        return UserMetadata.model_validate(said)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "metadata"
+        known = ", ".join(UserMetadata.model_fields)
+        raise MalformedDump(
+            f"{where}: {key}: {first['msg']} (found {first['input']!r:.80}); known keys: {known}"
+        ) from None
+
+
+def identity(dump: DumpFile, user: UserMetadata) -> tuple[str, str]:
+    """(SHA-256 of the bytes, of bytes and user-given metadata), hexadecimal."""
+    digest = dump.sha256()
+    source = digest.hexdigest()
+    said = user.model_dump(exclude_none=True)
+    if said:
+        digest.update(b"\0" + json.dumps(said, sort_keys=True).encode())
+    return source, digest.hexdigest()
+
+
+def slug(file_name: str) -> str:
+    """A dump's name without its suffixes, as the readable head of a trace_id."""
+    stem = re.sub(r"(\.(gz|npz|csv|jsonl|json|txt|route|pt|bin))+$", "", file_name.lower())
+    return re.sub(r"[^a-z0-9]+", "-", stem).strip("-")[:60] or "dump"
+
+
+# From a dump to a file
+
+
+def ingest(path: Path, data: DataFolder, user: UserMetadata, *, trace_id: str | None = None) -> Ingested:
+    """The canonical trace of a dump, written unless it is already there.
+
+    Raises:
+        MalformedDump, RefusedDump: the dump is broken or can be no trace, or `trace_id` is taken. OSError: I/O.
+    """
+    if trace_id is not None and not TRACE_ID_PATTERN.fullmatch(trace_id):
+        raise MalformedDump(f"--trace-id {trace_id!r}: wanted lower-case letters, digits, `.`, `_`, `-`, at most 128")
+    remove_stale(data.traces)
+    with DumpFile(path) as dump:
+        source_sha256, whole = identity(dump, user)
+        given, trace_id = trace_id, trace_id or f"{slug(path.name)}-{whole[:12]}"
+        there = _same_dump(data, source_sha256, user)
+        if there is not None:
+            if given is not None and there.trace_id != given:
+                raise MalformedDump(
+                    f"{path}: already ingested as {there.trace_id}, and the same dump is one trace; use that id, or "
+                    f"remove {data.trace_file(there.trace_id)} first"
+                )
+            trace_id = there.trace_id
+            if there.parser_version >= PARSER_VERSION:
+                return Ingested(there, data.trace_file(trace_id), is_new=False)
+        elif data.trace_file(trace_id).exists():
+            other = read_metadata(data.trace_file(trace_id)).source
+            raise MalformedDump(
+                f"{path}: trace id {trace_id} already names another dump ({other.file}, SHA-256 {other.sha256[:12]}…); "
+                "choose another --trace-id"
+            )
+        supersedes = there.supersedes if there else _superseded(data, path, whole)
+        target = data.trace_file(trace_id)
+
+        def claim() -> None:
+            # Whoever published the same name meanwhile must have meant the same dump.
+            if there is None and target.exists() and read_metadata(target).source.sha256 != source_sha256:
+                raise MalformedDump(f"{path}: trace id {target.stem} was taken meanwhile; choose another --trace-id")
+
+        with publish(target, claim=claim) as temporary:
+            source = (path, source_sha256)
+            metadata = _write(dump, temporary, source, user, trace_id, supersedes, data.traces)
+            validate_trace(pl.scan_parquet(temporary, glob=False), metadata)
+            dump.check_unchanged()
+    return Ingested(metadata, target, is_new=True)
+
+
+def inspect(path: Path, user: UserMetadata, spool_folder: Path) -> TraceMetadata:
+    """The metadata a dump's trace would have, with every check run; nothing is kept.
+
+    Raises:
+        As `ingest`.
+    """
+    with DumpFile(path) as dump:
+        source_sha256, whole = identity(dump, user)
+        trace_id = f"{slug(path.name)}-{whole[:12]}"
+        metadata = _write(dump, None, (path, source_sha256), user, trace_id, None, spool_folder)
+        dump.check_unchanged()
+        return metadata
+
+
+def trace_id_for(path: Path, data: DataFolder, user: UserMetadata) -> str:
+    """The id of the dump's trace: the one it has in the folder, else the one it will have."""
+    with DumpFile(path) as dump:
+        source_sha256, whole = identity(dump, user)
+    there = _same_dump(data, source_sha256, user)
+    return there.trace_id if there else f"{slug(path.name)}-{whole[:12]}"
+
+
+def stored_metadata(data: DataFolder) -> Iterator[TraceMetadata]:
+    """Metadata of every readable trace in the folder; files that are none are passed over."""
+    for trace_id in data.trace_ids():
+        with contextlib.suppress(MalformedTrace, OSError):
+            yield read_metadata(data.trace_file(trace_id))
+
+
+def _same_dump(data: DataFolder, source_sha256: str, user: UserMetadata) -> TraceMetadata | None:
+    for metadata in stored_metadata(data):
+        if metadata.source.sha256 == source_sha256 and metadata.user_metadata == user:
+            return metadata
+    return None
+
+
+def _superseded(data: DataFolder, path: Path, whole: str) -> str | None:
+    folder = str(path.resolve().parent)
+    earlier = [
+        metadata.trace_id
+        for metadata in stored_metadata(data)
+        if (metadata.source.file, metadata.source.folder) == (path.name, folder)
+        and not metadata.trace_id.endswith(whole[:12])
+    ]
+    return max(earlier, key=lambda trace_id: data.trace_file(trace_id).stat().st_mtime_ns, default=None)
+
+
+def _write(
+    dump: DumpFile,
+    target: Path | None,
+    source: tuple[Path, str],
+    user: UserMetadata,
+    trace_id: str,
+    supersedes: str | None,
+    spool_folder: Path,
+) -> TraceMetadata:
+    parsed = sniff.parse(dump, top_k_model=user.top_k_model, spool_folder=spool_folder)
+    if parsed.top_k > 65535:
+        raise MalformedDump(f"{dump.path}: {parsed.top_k} experts per token; ids are 16 bit, so no layer has as many")
+    canonical = _Canonical(dump.path, parsed, user)
+    schema = arrow_schema(parsed.top_k)
+    with contextlib.ExitStack() as stack:
+        writer = None
+        if target is not None:
+            writer = stack.enter_context(_writer(target, schema))
+        for block in canonical.blocks():
+            if writer is not None:
+                writer.write_table(canonical.table(block, schema))
+            else:
+                canonical.number(block)
+        metadata = canonical.metadata(source, trace_id, supersedes, dump.size_bytes)
+        if writer is not None:
+            writer.add_key_value_metadata({METADATA_KEY: metadata.model_dump_json().encode()})
+    return metadata
+
+
+def _writer(target: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    # Dictionary bit-packing of the ids does nearly all of the compression; float16 stays PLAIN, since DuckDB cannot
+    # read other encodings of it.
+    deltas = ("event_id", "step_id", "request_id", "token_position")
+    return pq.ParquetWriter(
+        target,
+        schema,
+        compression="zstd",
+        compression_level=3,
+        use_dictionary=["phase", "pass_kind", "layer_id", "row_in_event", "expert_ids.list.element"],
+        column_encoding=dict.fromkeys(deltas, "DELTA_BINARY_PACKED"),
+        write_page_index=True,
+    )
+
+
+# Typing of passes
+
+
+def type_passes(
+    record_step: npt.NDArray[np.int64], record_pass: npt.NDArray[np.int32], record_rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int8], int | None]:
+    """(codes of PASS_KINDS per record, first step that fits no rule or null); a record is one layer of one pass.
+
+    One pass in a step: one row a layer is `normal`, two are `spec_accept`. Two passes: the second (one row a layer) is
+    `spec_fallback`; the first is `spec_rejected` if two rows wide, else `normal` that was repeated. Rebuilt from
+    record width and repetition alone, after 2608.12103 §2.
+    """
+    kinds = np.full(len(record_step), PASS_KIND_CODES["normal"], dtype=np.int8)
+    starts = np.flatnonzero(np.diff(record_step, prepend=-1))
+    lengths = np.diff(np.append(starts, len(record_step)))
+    passes = np.repeat(np.maximum.reduceat(record_pass, starts) + 1, lengths)
+    narrow, wide = [], []
+    for ordinal in (0, 1):
+        in_pass = record_pass == ordinal
+        fewest = np.minimum.reduceat(np.where(in_pass, record_rows, 2), starts)
+        most = np.maximum.reduceat(np.where(in_pass, record_rows, 1), starts)
+        narrow.append(np.repeat(most == 1, lengths))
+        wide.append(np.repeat(fewest == 2, lengths))
+    first, second = record_pass == 0, record_pass == 1
+    kinds[(passes == 1) & wide[0]] = PASS_KIND_CODES["spec_accept"]
+    kinds[(passes == 2) & first & wide[0]] = PASS_KIND_CODES["spec_rejected"]
+    kinds[(passes == 2) & second] = PASS_KIND_CODES["spec_fallback"]
+    sound = (passes == 1) & (narrow[0] | wide[0]) | (passes == 2) & (narrow[0] | wide[0]) & narrow[1]
+    wrong = record_step[~sound]
+    return kinds, int(wrong[0]) if len(wrong) else None
+
+
+# Checks over a whole dump
+
+
+@dataclass
+class _LayerState:
+    """What the scan remembers of each layer seen, grown as layers and ids appear."""
+
+    num_experts: int
+    layers: int = 0
+    last_row: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    window_start: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    longest_window: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    changes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    hashes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+
+    def grow(self, layers: int, num_experts: int, top_k: int) -> None:
+        """Room for that many layers and experts; doubling the experts, since a dump may not say how many there are."""
+        if num_experts > self.last_row.shape[1]:
+            wanted = max(num_experts, min(2 * self.last_row.shape[1], 65535))
+            self.num_experts = max(self.num_experts, num_experts)
+            self.last_row = _padded(self.last_row, (self.last_row.shape[0], wanted), -1)
+            self.counts = _padded(self.counts, self.last_row.shape, 0)
+        if layers > self.layers:
+            wide = self.last_row.shape[1]
+            self.last_row = _padded(self.last_row, (layers, wide), -1)
+            self.counts = _padded(self.counts, (layers, wide), 0)
+            for name in ("rows", "window_start", "longest_window", "changes", "hashes"):
+                setattr(self, name, _padded(getattr(self, name), (layers,), 0))
+            self.layers = layers
+
+
+def _padded(array: npt.NDArray[Any], shape: tuple[int, ...], value: int) -> npt.NDArray[Any]:
+    larger = np.full(shape, value, dtype=array.dtype)
+    larger[tuple(slice(0, length) for length in array.shape)] = array
+    return larger
+
+
+_REPEATED = 1
+
+
+@numba.njit(cache=True)
+def _scan(layer, expert_ids, counted, last_row, counts, rows, window_start, longest_window, changes, hashes, first_ids):  # type: ignore[no-untyped-def]
+    """One pass over a block's rows in recorded order; returns (row with a repeated id or −1, ascending rows).
+
+    A window of rows in which no id repeats is tracked per layer: in the flat copy of a strided top-k view the rows
+    partition the experts, so the window reaches experts ÷ k rows. Rows not `counted` (warm-up) are only checked.
+    """
+    top_k = expert_ids.shape[1]
+    ascending_rows = 0
+    for row in range(len(layer)):
+        where = layer[row]
+        ordinal = rows[where]
+        ascending = True
+        for rank in range(top_k):
+            expert = expert_ids[row, rank]
+            for before in range(rank):
+                if expert_ids[row, before] == expert:
+                    return row, ascending_rows
+            if rank > 0 and expert_ids[row, rank - 1] >= expert:
+                ascending = False
+        ascending_rows += ascending
+        if not counted[row]:
+            continue
+        changed = False
+        value = hashes[where]
+        for rank in range(top_k):
+            expert = expert_ids[row, rank]
+            window_start[where] = max(window_start[where], last_row[where, expert] + 1)
+            last_row[where, expert] = ordinal
+            counts[where, expert] += 1
+            value = value * np.uint64(1099511628211) + np.uint64(expert) + np.uint64(1)
+            if ordinal == 0:
+                first_ids[where, rank] = expert
+            elif first_ids[where, rank] != expert:
+                changed = True
+        hashes[where] = value
+        changes[where] += changed
+        longest_window[where] = max(longest_window[where], ordinal - window_start[where] + 1)
+        rows[where] = ordinal + 1
+    return -1, ascending_rows
+
+
+@numba.njit(cache=True)
+def _union_sizes(event_first_row, expert_ids, seen_in, first_event):  # type: ignore[no-untyped-def]
+    """Σ over events of distinct experts; `seen_in` (experts,) remembers the event an expert was last seen in."""
+    total = 0
+    for event in range(len(event_first_row) - 1):
+        for row in range(event_first_row[event], event_first_row[event + 1]):
+            for rank in range(expert_ids.shape[1]):
+                if seen_in[expert_ids[row, rank]] != first_event + event:
+                    seen_in[expert_ids[row, rank]] = first_event + event
+                    total += 1
+    return total
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """A block with its layers as compact indices and its records (one layer of one pass) found."""
+
+    block: RowBlock
+    layer: npt.NDArray[np.int64]
+    phase: npt.NDArray[np.int8]
+    pass_kind: npt.NDArray[np.int8]
+    record_first_row: npt.NDArray[np.int64]
+    record_step: npt.NDArray[np.int64]
+
+
+class _Canonical:
+    """The state of one ingest: walks the parsed blocks, checks them, numbers events, and sums up."""
+
+    def __init__(self, path: Path, parsed: ParsedDump, user: UserMetadata) -> None:
+        self.path, self.parsed, self.user = path, parsed, user
+        self.top_k = parsed.top_k
+        self.declared = user.num_experts or parsed.num_experts
+        self.base = user.expert_id_base or 0
+        if user.num_experts and parsed.num_experts and user.num_experts != parsed.num_experts:
+            raise MalformedDump(
+                f"{path}: you say num_experts = {user.num_experts}, the dump says {parsed.num_experts}; correct yours"
+            )
+        if self.declared is not None and self.top_k > self.declared:
+            raise MalformedDump(
+                f"{path}: {self.top_k} experts per token of {self.declared} experts; is k taken for E somewhere?"
+            )
+        self.index_of_layer = np.full(65536, -1, dtype=np.int64)
+        self.layer_numbers: list[int] = []
+        self.state = _LayerState(self.declared or 0)
+        self.first_ids = np.zeros((0, self.top_k), dtype=np.int32)
+        self.warmup_ids: npt.NDArray[np.int32] | None = None
+        self.layer_marks = np.random.default_rng(0).integers(1, 2**63, 65536, dtype=np.uint64)
+        self.shapes: dict[tuple[int, bool], tuple[int, frozenset[int], str]] = {}
+        self.pruned_passes = 0
+        self.ascending_rows = self.rows = self.events = self.steps = self.accesses = self.accepted = 0
+        self.rows_by_phase = dict.fromkeys(PHASES, 0)
+        self.requests: set[int] = set()
+        self.prefilled: set[int] = set()
+        self.kinds = np.zeros(len(PASS_KINDS), dtype=np.int64)
+        self.weight_rows = self.descending_rows = 0
+        self.weight_sums: tuple[float, float] | None = None
+        self.seen_in = np.full(65536, -1, dtype=np.int64)
+        self.has_position = False
+
+    # Walking
+
+    def blocks(self) -> Iterator[_Numbered]:
+        """Checked blocks of whole steps; the leading rows are held until it is known whether they are warm-up."""
+        held: list[RowBlock] = []
+        leading, leading_rows = True, 0
+        for block in self.parsed.blocks:
+            if not block.rows:
+                continue
+            block = self._based(block)
+            self._find_layers(block)
+            if not leading:
+                yield self._checked(block, 0)
+                continue
+            prefix = self._leading_prefix(block)
+            leading_rows += int((block.layer[:prefix] == self.layer_numbers[0]).sum())
+            leading = prefix == block.rows
+            if leading and leading_rows < WARMUP_ROWS:
+                held.append(block)
+                continue
+            is_warmup = leading_rows >= WARMUP_ROWS
+            for before in held:
+                yield self._checked(before, before.rows if is_warmup else 0)
+            held = []
+            yield self._checked(block, prefix if is_warmup else 0)
+        for block in held:
+            yield self._checked(block, 0)
+
+    def _based(self, block: RowBlock) -> RowBlock:
+        """The block with ids counted from 0 and known to be in range."""
+        ids = block.expert_ids - self.base if self.base else block.expert_ids
+        lowest, highest = int(ids.min()), int(ids.max())
+        limit = self.declared if self.declared is not None else 65535
+        if lowest < 0 or highest >= limit:
+            bad = ((ids < 0) | (ids >= limit)).any(axis=1)
+            row = int(np.flatnonzero(bad)[0])
+            found = int(ids[row][(ids[row] < 0) | (ids[row] >= limit)][0])
+            meaning = (
+                "a negative id marks a route that was not captured" if found < 0 else "ids run 0.." + str(limit - 1)
+            )
+            hint = (
+                "if the dump counts experts from 1, say --meta expert_id_base=1"
+                if found == limit
+                else "leave such rows out when recording, or correct num_experts"
+            )
+            raise MalformedDump(
+                f"{self._where(block, row)}: expert id {found + self.base}, but {meaning}; {int(bad.sum())} rows of "
+                f"this block are affected; {hint}"
+            )
+        return block if ids is block.expert_ids else _with_ids(block, ids)
+
+    def _where(self, block: RowBlock, row: int) -> str:
+        position = f", position {int(block.position[row])}" if block.position is not None else ""
+        return f"{self.path}, step {int(block.step[row])}, layer {int(block.layer[row])}{position}"
+
+    def _find_layers(self, block: RowBlock) -> None:
+        if block.layer.min() < 0 or block.layer.max() > 65535:
+            row = int(np.flatnonzero((block.layer < 0) | (block.layer > 65535))[0])
+            raise MalformedDump(f"{self._where(block, row)}: wanted a layer number of 0..65535")
+        for number in np.unique(block.layer[self.index_of_layer[block.layer] < 0]).tolist():
+            self.index_of_layer[number] = len(self.layer_numbers)
+            self.layer_numbers.append(number)
+        num_experts = self.declared or int(block.expert_ids.max()) + 1
+        layers = len(self.layer_numbers)
+        if layers * max(num_experts, self.state.num_experts) > MAX_OBJECTS:
+            raise MalformedDump(
+                f"{self.path}: {layers} layers × {num_experts} experts; at most {MAX_OBJECTS:,} are supported. "
+                "Is a column mistaken for the layer or the expert?"
+            )
+        self.state.grow(layers, num_experts, self.top_k)
+        if layers > len(self.first_ids):
+            self.first_ids = _padded(self.first_ids, (layers, self.top_k), -1)
+
+    def _leading_prefix(self, block: RowBlock) -> int:
+        """Rows of the leading steps whose every row equals the first row of its layer in the dump."""
+        layer = self.index_of_layer[block.layer]
+        if self.warmup_ids is None:
+            self.warmup_ids = np.full((65536, self.top_k), -1, dtype=np.int32)
+        unseen = self.warmup_ids[layer, 0] < 0
+        for row in np.flatnonzero(unseen)[np.unique(layer[unseen], return_index=True)[1]].tolist():
+            self.warmup_ids[layer[row]] = block.expert_ids[row]
+        differs = (block.expert_ids != self.warmup_ids[layer]).any(axis=1)
+        if not differs.any():
+            return block.rows
+        first = int(np.flatnonzero(differs)[0])
+        return int(np.searchsorted(block.step, block.step[first]))
+
+    def _checked(self, block: RowBlock, warmup_rows: int) -> _Numbered:
+        layer = self.index_of_layer[block.layer]
+        phase = block.phase
+        if self.user.phase is not None:
+            phase = np.where(phase == PHASE_CODES["unknown"], PHASE_CODES[self.user.phase], phase).astype(np.int8)
+        if warmup_rows:
+            phase = phase.copy()
+            phase[:warmup_rows] = PHASE_CODES["warmup"]
+        counted = np.ones(block.rows, dtype=np.bool_)
+        counted[:warmup_rows] = False
+        state = self.state
+        repeated, ascending = _scan(
+            layer, block.expert_ids, counted, state.last_row, state.counts, state.rows, state.window_start,
+            state.longest_window, state.changes, state.hashes, self.first_ids,
+        )  # fmt: skip
+        if repeated >= 0:
+            raise self._repeated(block, repeated)
+        self.ascending_rows += ascending
+        first_row, step, kinds = self._records(block, phase)
+        self._look_at_weights(block, counted)
+        numbered = _Numbered(block, layer, phase, kinds, first_row, step)
+        self._sum_up(numbered)
+        return numbered
+
+    def _repeated(self, block: RowBlock, row: int) -> MalformedDump:
+        ids = block.expert_ids[row]
+        if not ids.any():
+            same = (block.layer == block.layer[row]) & ~block.expert_ids.any(axis=1)
+            return MalformedDump(
+                f"{self._where(block, row)}: all ids are 0 ({int(same.sum())} such rows of this layer in the block): "
+                "an unwritten buffer, not expert 0; the layer is dense or was not captured, leave it out when recording"
+            )
+        return MalformedDump(
+            f"{self._where(block, row)}: an id stands twice in {ids.tolist()}; a router picks {self.top_k} different "
+            "experts. Are these counts, or is a fused shared expert or padding among the ids?"
+        )
+
+    def _records(
+        self, block: RowBlock, phase: npt.NDArray[np.int8]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int8]]:
+        """First rows and steps of the block's records, pass kinds of its rows; checks that passes are whole."""
+        changes = np.zeros(block.rows, dtype=bool)
+        changes[0] = True
+        for values in (block.step, block.pass_in_step, block.layer, phase):
+            changes[1:] |= values[1:] != values[:-1]
+        first_row = np.flatnonzero(changes)
+        record_rows = np.diff(np.append(first_row, block.rows))
+        step = block.step[first_row]
+        passes = block.pass_in_step[first_row]
+        if record_rows.max() > 65536:
+            row = int(first_row[record_rows.argmax()])
+            raise MalformedDump(f"{self._where(block, row)}: {record_rows.max()} rows in one event, at most 65,536")
+        if self.parsed.speculative:
+            kinds, wrong = type_passes(step, passes, record_rows)
+            if wrong is not None:
+                raise MalformedDump(
+                    f"{self.path}, step {wrong} (counted from 0): its passes fit no rule: wanted one pass of k or 2k "
+                    "ids in every layer, or a failed pass and a fallback of k; is a record missing or duplicated?"
+                )
+        else:
+            kinds = np.zeros(len(first_row), dtype=np.int8)
+        self._check_shape(block, first_row, record_rows, phase, kinds)
+        return first_row, step, np.repeat(kinds, record_rows)
+
+    def _check_shape(
+        self,
+        block: RowBlock,
+        first_row: npt.NDArray[np.int64],
+        record_rows: npt.NDArray[np.int64],
+        phase: npt.NDArray[np.int8],
+        kinds: npt.NDArray[np.int8],
+    ) -> None:
+        """Every pass has the same rows in each layer, the last one aside; its layers are remembered for the end."""
+        pass_key = np.stack([block.step[first_row], block.pass_in_step[first_row], phase[first_row]])
+        begins = np.ones(len(first_row), dtype=bool)
+        begins[1:] = (pass_key[:, 1:] != pass_key[:, :-1]).any(axis=0)
+        starts = np.flatnonzero(begins)
+        lengths = np.diff(np.append(starts, len(first_row)))
+        layer = block.layer[first_row]
+        back = ~begins[1:] & (np.diff(layer) <= 0)
+        if back.any():
+            row = int(first_row[np.flatnonzero(back)[0] + 1])
+            raise MalformedDump(
+                f"{self._where(block, row)}: the layer goes back inside a pass; records of one pass must stand "
+                "together, in ascending layers: are two streams written into one file?"
+            )
+        marks = np.add.reduceat(self.layer_marks[layer], starts)
+        partial_allowed = np.isin(kinds[starts], (PASS_KIND_CODES["spec_rejected"], PASS_KIND_CODES["spec_fallback"]))
+        names, where = np.unique(marks, return_index=True)
+        for mark, at in zip(names.tolist(), where.tolist(), strict=True):
+            for allowed in {bool(flag) for flag in partial_allowed[marks == mark]}:
+                if (mark, allowed) in self.shapes:
+                    continue
+                at = int(np.flatnonzero((marks == mark) & (partial_allowed == allowed))[0])
+                begin, end = starts[at], starts[at] + lengths[at]
+                place = f"step {int(block.step[first_row[begin]])}"
+                name = PHASES[int(phase[first_row[begin]])]
+                self.shapes[mark, allowed] = (len(self.shapes), frozenset(layer[begin:end].tolist()), f"{place}|{name}")
+        ragged = record_rows != np.repeat(record_rows[starts], lengths)
+        if ragged.any():
+            at = np.flatnonzero(ragged)
+            last = np.isin(at, starts + lengths - 1) & (record_rows[at] < record_rows[np.maximum(at - 1, 0)])
+            multi = phase[first_row[at]] != PHASE_CODES["decode"]
+            if not (last & multi).all():
+                record = int(at[~(last & multi)][0])
+                row = int(first_row[record])
+                pass_start = int(starts[np.searchsorted(starts, record, side="right") - 1])
+                raise MalformedDump(
+                    f"{self._where(block, row)}: {int(record_rows[record])} rows, but {int(record_rows[pass_start])} "
+                    "in the first layer of the same pass; only the last layer may have fewer (output tokens of a prefill)"
+                )
+            self.pruned_passes += len(at)
+
+    def _look_at_weights(self, block: RowBlock, counted: npt.NDArray[np.bool_]) -> None:
+        if block.weights is None:
+            return
+        weights = block.weights[counted & ~np.isnan(block.weights).any(axis=1)]
+        if not len(weights):
+            return
+        self.weight_rows += len(weights)
+        self.descending_rows += int((np.diff(weights, axis=1) <= 0).all(axis=1).sum())
+        sums = weights.sum(axis=1)
+        low, high = float(sums.min()), float(sums.max())
+        before = self.weight_sums or (low, high)
+        self.weight_sums = (min(before[0], low), max(before[1], high))
+
+    def _sum_up(self, numbered: _Numbered) -> None:
+        block, phase = numbered.block, numbered.phase
+        bounds = np.append(numbered.record_first_row, block.rows)
+        self.accesses += int(_union_sizes(bounds, block.expert_ids, self.seen_in, self.events))
+        self.rows += block.rows
+        for code, rows in enumerate(np.bincount(phase, minlength=len(PHASES)).tolist()):
+            self.rows_by_phase[PHASES[code]] += rows
+        self.kinds += np.bincount(numbered.pass_kind[numbered.record_first_row], minlength=len(PASS_KINDS))
+        self.requests.update(np.unique(block.request).tolist())
+        prefill, warmup = phase == PHASE_CODES["prefill"], phase == PHASE_CODES["warmup"]
+        self.prefilled.update(np.unique(block.request[prefill]).tolist())
+        decoded = ~prefill & ~warmup
+        # One row per (step, request) and kind is enough to count tokens.
+        pairs = np.stack([block.step[decoded], block.request[decoded]], axis=1)
+        accepted = numbered.pass_kind[decoded] == PASS_KIND_CODES["spec_accept"]
+        if len(pairs):
+            self.accepted += len(np.unique(pairs, axis=0)) if len(self.requests) > 1 else len(np.unique(pairs[:, 0]))
+            self.accepted += len(np.unique(pairs[accepted], axis=0)) if accepted.any() else 0
+        self.has_position |= block.position is not None
+
+    # Writing
+
+    def number(self, numbered: _Numbered) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(event_id, row_in_event) of the block's rows; counts events and steps on."""
+        first_row, rows = numbered.record_first_row, numbered.block.rows
+        lengths = np.diff(np.append(first_row, rows))
+        event = self.events + np.repeat(np.arange(len(first_row)), lengths)
+        row_in_event = np.arange(rows) - np.repeat(first_row, lengths)
+        self.events += len(first_row)
+        self.steps = int(numbered.block.step[-1]) + 1
+        if self.events >= 2**32:
+            raise MalformedDump(f"{self.path}: more than 2^32 events; split the dump")
+        return event, row_in_event
+
+    def table(self, numbered: _Numbered, schema: pa.Schema) -> pa.Table:
+        """The block as rows of the canonical trace."""
+        block = numbered.block
+        event, row_in_event = self.number(numbered)
+        if self.parsed.layers_are_ordinals and self.user.moe_layer_ids is not None:
+            layer_ids = np.asarray(self._layer_ids())[block.layer]
+        else:
+            layer_ids = block.layer
+        nothing = pa.nulls(block.rows, pa.uint32())
+        position = nothing if block.position is None else pa.array(_checked_u32(self.path, block.position))
+        weights: pa.Array = pa.nulls(block.rows, schema.field("router_weights").type)
+        if block.weights is not None:
+            flat = pa.array(block.weights.reshape(-1).astype(np.float16), mask=np.isnan(block.weights.reshape(-1)))
+            unknown = np.isnan(block.weights).all(axis=1)
+            weights = pa.FixedSizeListArray.from_arrays(flat, type=weights.type, mask=pa.array(unknown))
+        return pa.Table.from_arrays(
+            [
+                pa.array(event.astype(np.uint32)),
+                pa.array(row_in_event.astype(np.uint16)),
+                pa.array(block.step.astype(np.uint32)),
+                pa.array(_checked_u32(self.path, block.request)),
+                position,
+                pa.DictionaryArray.from_arrays(pa.array(numbered.phase), list(PHASES)),
+                pa.DictionaryArray.from_arrays(pa.array(numbered.pass_kind), list(PASS_KINDS)),
+                pa.array(layer_ids.astype(np.uint16)),
+                pa.FixedSizeListArray.from_arrays(
+                    pa.array(block.expert_ids.reshape(-1).astype(np.uint16)), type=schema.field("expert_ids").type
+                ),
+                weights,
+                pa.nulls(block.rows, schema.field("predicted_expert_ids").type),
+            ],
+            schema=schema,
+        )
+
+    def _layer_ids(self) -> list[int]:
+        """The model's numbers of the dump's layers, ascending."""
+        said = self.user.moe_layer_ids
+        found = sorted(self.layer_numbers)
+        if said is None:
+            return found
+        if self.parsed.layers_are_ordinals:
+            if len(said) != len(found):
+                raise MalformedDump(
+                    f"{self.path}: you say {len(said)} moe_layer_ids, the dump has {len(found)} layers; correct them"
+                )
+            return said
+        if said != found:
+            raise MalformedDump(f"{self.path}: you say moe_layer_ids {said}, the dump records {found}; correct them")
+        return found
+
+    # Summing up
+
+    def metadata(
+        self, source: tuple[Path, str], trace_id: str, supersedes: str | None, source_bytes: int
+    ) -> TraceMetadata:
+        """The metadata of the whole dump; all checks that need its end run here.
+
+        Raises:
+            MalformedDump: a check fails.
+        """
+        if not self.rows:
+            raise MalformedDump(f"{self.path}: a header and no route: was the recorder stopped before it wrote any?")
+        user, parsed = self.user, self.parsed
+        layer_ids = self._layer_ids()
+        checks = self._checks()
+        hidden = user.hidden_layers or parsed.hidden_layers
+        if hidden is not None and layer_ids[-1] >= hidden:
+            raise MalformedDump(
+                f"{self.path}: layer {layer_ids[-1]}, but the model has {hidden} layers (0..{hidden - 1})"
+            )
+        if not parsed.layers_are_ordinals:
+            layer_base = "recorded"
+        elif user.moe_layer_ids is not None or hidden == len(layer_ids):
+            # With as many lists as hidden layers there is only one way to number them.
+            layer_base = "declared"
+        else:
+            layer_base = "assumed_from_0"
+        path, sha256 = source
+        try:
+            return TraceMetadata(
+                schema_version=SCHEMA_VERSION,
+                trace_id=trace_id,
+                supersedes=supersedes,
+                model=user.model or parsed.model,
+                engine=user.engine or parsed.engine,
+                domain=user.domain,
+                capture_method=user.capture_method or parsed.capture_method,
+                hidden_layers=hidden,
+                moe_layer_ids=layer_ids,
+                layer_base=layer_base,
+                experts_per_layer=[self._num_experts()] * len(layer_ids),
+                num_experts_source="declared" if self.declared is not None else "observed",
+                top_k_model=user.top_k_model or parsed.top_k_model,
+                top_k_observed=self.top_k,
+                expert_bytes=self._expert_bytes(layer_ids),
+                id_space=user.id_space,
+                weight_kind=user.weight_kind if self.weight_rows else "absent",
+                rank_known=self._rank_known(),
+                pass_boundaries=parsed.pass_boundaries,
+                source=Source(
+                    file=path.name,
+                    folder=str(path.resolve().parent),
+                    format=parsed.format,
+                    bytes=source_bytes,
+                    sha256=sha256,
+                ),
+                user_metadata=user,
+                parser_version=PARSER_VERSION,
+                counts=Counts(
+                    rows=self.rows,
+                    events=self.events,
+                    steps=self.steps,
+                    requests=len(self.requests),
+                    selections=self.rows * self.top_k,
+                    accesses=self.accesses,
+                    accepted_tokens=self.accepted + len(self.prefilled),
+                    rows_by_phase=self.rows_by_phase,
+                    dropped_rows=parsed.dropped_rows,
+                ),
+                checks=checks,
+                engine_observations=parsed.observations,
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise MalformedDump(
+                f"{path}: {first['msg'].removeprefix('Value error, ')}; correct what you say of it"
+            ) from None
+
+    def _num_experts(self) -> int:
+        if self.declared is not None:
+            return self.declared
+        return int(np.flatnonzero(self.state.counts.any(axis=0))[-1]) + 1 if self.state.counts.any() else self.top_k
+
+    def _rank_known(self) -> bool:
+        return self.top_k == 1 or self.ascending_rows < self.rows
+
+    def _expert_bytes(self, layer_ids: list[int]) -> list[int] | list[list[int]] | None:
+        said = self.user.expert_bytes
+        if isinstance(said, int):
+            return [said] * len(layer_ids)
+        if said is not None:
+            return said
+        sizes = self.parsed.layer_expert_bytes
+        if sizes is None or any(layer not in sizes for layer in layer_ids):
+            return None
+        return [sizes[layer] for layer in layer_ids]
+
+    def _checks(self) -> list[CheckRecord]:
+        self._check_layers_present()
+        checks = [
+            CheckRecord(
+                name="expert ids in range",
+                outcome="passed" if self.declared is not None else "not_applicable",
+                wanted="0 ≤ id < num_experts",
+                found=f"ids 0..{self._num_experts() - 1} at most"
+                if self.declared is not None
+                else f"the number of experts is not declared; ids run 0..{self._num_experts() - 1}",
+            ),
+            CheckRecord(
+                name="no expert twice in a row",
+                outcome="passed",
+                wanted=f"{self.top_k} different ids per token and layer",
+                found=f"{self.rows} rows looked at",
+            ),
+            self._partition_check(),
+            self._constant_check(),
+            self._identical_check(),
+            self._warmup_check(),
+            CheckRecord(
+                name="every pass has every layer",
+                outcome="warned" if self.pruned_passes else "passed",
+                wanted=f"{len(self.layer_numbers)} layers with equally many rows in every pass",
+                found=f"{self.pruned_passes} passes with fewer rows in the last layer (output tokens of a prefill)"
+                if self.pruned_passes
+                else "as wanted",
+            ),
+            self._weight_check(),
+            CheckRecord(
+                name="router order kept",
+                outcome="passed" if self._rank_known() else "warned",
+                wanted="ids of a row in router order",
+                found="ids are not sorted"
+                if self._rank_known()
+                else f"all {self.rows} rows have ascending ids, so router order is lost",
+            ),
+            self._skew_check(),
+        ]
+        dropped = sum(self.parsed.dropped_rows.values())
+        checks.append(
+            CheckRecord(
+                name="rows dropped",
+                outcome="warned" if dropped else "passed",
+                wanted="every route of the dump is in the trace",
+                found="; ".join(f"{rows} rows: {reason}" for reason, rows in self.parsed.dropped_rows.items())
+                or "none",
+            )
+        )
+        if self.parsed.speculative:
+            found = ", ".join(f"{count} {kind}" for kind, count in zip(PASS_KINDS, self.kinds.tolist(), strict=True))
+            checks.append(
+                CheckRecord(
+                    name="speculation typed",
+                    outcome="passed",
+                    wanted="every pass is normal, accepted, rejected or a fallback by width and repetition",
+                    found=f"events: {found}; accepted tokens: {self.accepted}",
+                )
+            )
+        return checks
+
+    def _check_layers_present(self) -> None:
+        everything = frozenset(self.layer_numbers)
+        last = max(everything)
+        for (_, partial_allowed), (_, layers, place) in self.shapes.items():
+            step, _, phase = place.partition("|")
+            missing = sorted(everything - layers)
+            pruned = missing == [last] and phase == "prefill"
+            if missing and not partial_allowed and not pruned:
+                more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+                at_end = int(step.split()[1]) == self.steps - 1
+                hint = "it is the last step: the dump is truncated" if at_end else "was that layer not captured?"
+                raise MalformedDump(
+                    f"{self.path}, {step}: layers {missing[:5]}{more} are missing, but other passes have them; {hint}"
+                )
+
+    def _partition_check(self) -> CheckRecord:
+        num_experts, rows = self._num_experts(), int(self.state.rows.sum())
+        window = num_experts // self.top_k
+        expected = rows * _chance_of_partition(num_experts, self.top_k, window)
+        longest = int(self.state.longest_window.max())
+        wanted = f"no {window} rows of a layer in a row without a repeated id"
+        if window < 2 or expected > PARTITION_CHANCE:
+            found = f"too few experts or too many rows to tell from chance ({expected:.2g} such windows expected)"
+            return CheckRecord(name="no strided-view copy", outcome="not_applicable", wanted=wanted, found=found)
+        if longest >= window:
+            layer = self.layer_numbers[int(self.state.longest_window.argmax())]
+            raise MalformedDump(
+                f"{self.path}, layer {layer}: {longest} rows in a row share no id, so they partition the {num_experts} "
+                f"experts ({window} rows of {self.top_k}; by chance {expected:.2g} such windows are expected): the "
+                "flat copy of a strided top-k view, not routes; copy the view with its row stride when recording"
+            )
+        return CheckRecord(
+            name="no strided-view copy", outcome="passed", wanted=wanted, found=f"at most {longest} rows"
+        )
+
+    def _constant_check(self) -> CheckRecord:
+        constant = (self.state.changes == 0) & (self.state.rows >= CONSTANT_ROWS)
+        if self.rows_by_phase["warmup"] == self.rows and self.rows:
+            constant = np.ones(len(self.layer_numbers), dtype=bool)
+        if constant.any():
+            layers = [self.layer_numbers[index] for index in np.flatnonzero(constant)[:5].tolist()]
+            raise MalformedDump(
+                f"{self.path}: layers {layers}{' and more' if constant.sum() > 5 else ''} choose the same experts in "
+                "every row: an unwritten buffer or a warm-up batch, not routes; record again while the model runs"
+            )
+        return CheckRecord(
+            name="no constant layer",
+            outcome="passed" if self.state.rows.max() >= CONSTANT_ROWS else "not_applicable",
+            wanted=f"a layer changes within {CONSTANT_ROWS} rows",
+            found=f"{int(self.state.rows.max())} rows per layer",
+        )
+
+    def _identical_check(self) -> CheckRecord:
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, number in enumerate(self.layer_numbers):
+            key = (int(self.state.hashes[index]), int(self.state.rows[index]))
+            groups.setdefault(key, []).append(number)
+        copies = [sorted(numbers) for numbers in groups.values() if len(numbers) > 1]
+        wanted = "no two layers with the same routes"
+        if not copies:
+            return CheckRecord(name="layers differ", outcome="passed", wanted=wanted, found="as wanted")
+        rows = max(key[1] for key, numbers in groups.items() if len(numbers) > 1)
+        found = f"layers {copies[0][:5]} are equal over {rows} rows"
+        if rows >= IDENTICAL_ROWS and not self.user.tied_routing:
+            raise MalformedDump(
+                f"{self.path}: {found}: one is a copy of the other; if the model really ties its routers, say "
+                "--meta tied_routing=true"
+            )
+        return CheckRecord(name="layers differ", outcome="warned", wanted=wanted, found=found)
+
+    def _warmup_check(self) -> CheckRecord:
+        rows = self.rows_by_phase["warmup"]
+        return CheckRecord(
+            name="no warm-up rows",
+            outcome="warned" if rows else "passed",
+            wanted=f"fewer than {WARMUP_ROWS} identical rows at the start",
+            found=f"{rows} leading rows repeat one token in every layer: marked warmup, never replayed"
+            if rows
+            else "as wanted",
+        )
+
+    def _weight_check(self) -> CheckRecord:
+        wanted = "weights fall along a row, as router order does"
+        if not self.weight_rows or self.weight_sums is None:
+            return CheckRecord(name="weights agree", outcome="not_applicable", wanted=wanted, found="no weights")
+        low, high = self.weight_sums
+        found = f"{self.descending_rows} of {self.weight_rows} rows fall; sums {low:.4g}..{high:.4g}"
+        agrees = self.descending_rows == self.weight_rows
+        return CheckRecord(name="weights agree", outcome="passed" if agrees else "warned", wanted=wanted, found=found)
+
+    def _skew_check(self) -> CheckRecord:
+        carried = np.sort(self.state.counts, axis=1)[:, -self.top_k :].sum(axis=1)
+        share = carried / np.maximum(self.state.rows * self.top_k, 1)
+        worst = int(share.argmax())
+        found = f"at most {share[worst]:.1%} of a layer's selections on {self.top_k} experts"
+        return CheckRecord(
+            name="no routing collapse",
+            outcome="warned" if share[worst] > COLLAPSE_SHARE else "passed",
+            wanted=f"a layer's {self.top_k} most selected experts carry at most {COLLAPSE_SHARE:.0%} of its selections",
+            found=f"{found} (layer {self.layer_numbers[worst]})",
+        )
+
+
+def _chance_of_partition(num_experts: int, top_k: int, rows: int) -> float:
+    """Probability that `rows` independent uniform k-subsets of the experts are disjoint."""
+    logarithm = 0.0
+    for row in range(1, rows):
+        logarithm += _log_choose(num_experts - row * top_k, top_k) - _log_choose(num_experts, top_k)
+    return math.exp(logarithm)
+
+
+def _log_choose(total: int, chosen: int) -> float:
+    return math.lgamma(total + 1) - math.lgamma(chosen + 1) - math.lgamma(total - chosen + 1)
+
+
+def _with_ids(block: RowBlock, ids: npt.NDArray[np.int32]) -> RowBlock:
+    return RowBlock(
+        block.step, block.pass_in_step, block.layer, block.request, block.position, block.phase, ids, block.weights
+    )
+
+
+def _checked_u32(path: Path, values: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    if values.min() < 0 or values.max() >= 2**32:
+        raise MalformedDump(
+            f"{path}: a request or position of {int(values.min())}..{int(values.max())}, wanted 0..2^32−1"
+        )
+    return values.astype(np.uint32)
