@@ -1,0 +1,272 @@
+"""Dagster assets: each reads, calls one pure function, validates, writes, and shows what it wrote.
+
+An asset's key is its table's name. No analysis belongs here; nothing here decides when to run (`automation`).
+"""
+
+import base64
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import polars as pl
+
+from pipeline import report as report_module
+from pipeline.canonical import PARSER_VERSION, ingest, read_user_metadata, trace_id_for
+from pipeline.checks import SCHEMA_CHECK, schema_check_result, schema_check_specs
+from pipeline.dumps.blocks import MalformedDump
+from pipeline.hit_rates import hit_rate as simulate_hit_rate
+from pipeline.hit_rates import miss_ratio_curve as simulate_miss_ratio_curve
+from pipeline.locality import domain_overlap as measure_domain_overlap
+from pipeline.locality import trace_locality as measure_trace_locality
+from pipeline.lookahead import lookahead_recall as measure_lookahead_recall
+from pipeline.results import check_rows, trace_inputs, trace_row, write_result
+from replayer.trace import Trace, read_metadata, read_trace
+from schemas.columns import COLUMNS
+from schemas.files import ENVIRONMENT_VARIABLE, DataFolder
+from schemas.tables import TABLES
+from schemas.trace import TraceMetadata, arrow_schema
+from schemas.validation import ContractViolation, validate_trace
+from warehouse.build import build_warehouse
+
+TRACES = dg.DynamicPartitionsDefinition(name="traces")
+DUMP_TAG = "expert_tier/dump"
+
+
+class DataFolderResource(dg.ConfigurableResource[DataFolder]):
+    """The one configured data folder."""
+
+    root: str = dg.EnvVar(ENVIRONMENT_VARIABLE)
+
+    @property
+    def folder(self) -> DataFolder:
+        return DataFolder(Path(self.root).expanduser().resolve())
+
+
+def dump_of(data: DataFolder, trace_id: str) -> Path:
+    """The raw dump that becomes `trace_id`: where its trace says it was read, else the one in the dumps folder.
+
+    Raises:
+        MalformedDump: there is none.
+    """
+    if data.trace_file(trace_id).exists():
+        source = read_metadata(data.trace_file(trace_id)).source
+        path = Path(source.folder) / source.file
+        if path.is_file():
+            return path
+    for path in sorted(data.dumps.iterdir()) if data.dumps.is_dir() else ():
+        if is_dump(path) and trace_id_for(path, data, read_user_metadata(path)) == trace_id:
+            return path
+    raise MalformedDump(f"{data.dumps}: no dump in it becomes trace {trace_id}; put it back, or delete the partition")
+
+
+def is_dump(path: Path) -> bool:
+    """Whether a file in the dumps folder is meant as a dump: not hidden, not temporary, no metadata beside one."""
+    return path.is_file() and not path.name.startswith(".") and path.suffix not in (".toml", ".tmp", ".part")
+
+
+@dg.asset(
+    partitions_def=TRACES,
+    group_name="expert_tier",
+    kinds={"parquet"},
+    check_specs=schema_check_specs("routing"),
+    description="Canonical trace of one raw dump: one row per token position of one pass of one layer, validated.",
+)
+def routing(context: dg.AssetExecutionContext, data: DataFolderResource) -> Iterator[Any]:
+    """Ingests the partition's dump unless its trace is there already."""
+    folder, trace_id = data.folder, context.partition_key
+    file = folder.trace_file(trace_id)
+    if not file.exists() or read_metadata(file).parser_version < PARSER_VERSION:
+        named = context.run_tags.get(DUMP_TAG)
+        try:
+            dump = folder.dumps / Path(named).name if named else dump_of(folder, trace_id)
+            ingest(dump, folder, read_user_metadata(dump), trace_id=trace_id)
+        except (ValueError, OSError) as error:
+            # The reader of the run page needs the sentence, not where in our code it was raised.
+            raise dg.Failure(description=str(error), allow_retries=False) from None
+    metadata = read_metadata(file)
+    yield _checked_trace(file, metadata)
+    yield dg.MaterializeResult(metadata=_trace_metadata(file, metadata))
+
+
+def _checked_trace(file: Path, metadata: TraceMetadata) -> dg.AssetCheckResult:
+    try:
+        validate_trace(pl.scan_parquet(file, glob=False), metadata)
+    except ContractViolation as error:
+        return dg.AssetCheckResult(passed=False, check_name=SCHEMA_CHECK, metadata={"failures": str(error)})
+    return dg.AssetCheckResult(passed=True, check_name=SCHEMA_CHECK, metadata={"rows": metadata.counts.rows})
+
+
+def _trace_metadata(file: Path, metadata: TraceMetadata) -> dict[str, Any]:
+    columns = [
+        dg.TableColumn(field.name, str(field.type), COLUMNS[field.name].description if field.name in COLUMNS else None)
+        for field in arrow_schema(metadata.top_k_observed)
+    ]
+    warnings = [f"- {check.name}: {check.found}" for check in metadata.checks if check.outcome == "warned"]
+    return {
+        "dagster/row_count": metadata.counts.rows,
+        "dagster/column_schema": dg.TableSchema(columns),
+        "bytes": file.stat().st_size,
+        "selections": metadata.counts.selections,
+        "accesses": metadata.counts.accesses,
+        "steps": metadata.counts.steps,
+        "unknown": ", ".join(metadata.unknowns) or "nothing",
+        "warnings": dg.MetadataValue.md("\n".join(warnings) or "none"),
+    }
+
+
+def _per_trace(
+    name: str,
+    compute: Callable[[Trace], pl.DataFrame],
+    *,
+    description: str,
+    show: Callable[[pl.DataFrame], dict[str, Any]],
+) -> dg.AssetsDefinition:
+    """An asset that computes one table of one trace."""
+
+    @dg.asset(
+        name=name,
+        partitions_def=TRACES,
+        deps=[routing],
+        group_name="expert_tier",
+        kinds={"parquet"},
+        check_specs=schema_check_specs(name),
+        description=f"{description} {TABLES[name].grain}",
+    )
+    def computed(context: dg.AssetExecutionContext, data: DataFolderResource) -> Iterator[Any]:
+        trace = read_trace(data.folder.trace_file(context.partition_key))
+        frame = compute(trace)
+        yield from _written(data.folder, name, context.partition_key, frame, trace_inputs(trace.metadata), show)
+
+    return computed
+
+
+def _written(
+    folder: DataFolder,
+    name: str,
+    partition: str,
+    frame: pl.DataFrame,
+    inputs: dict[str, str],
+    show: Callable[[pl.DataFrame], dict[str, Any]],
+) -> Iterator[Any]:
+    table = TABLES[name]
+    result = schema_check_result(frame, table)
+    yield result
+    if not result.passed:
+        return
+    file = write_result(folder, table, partition, frame, inputs)
+    columns = [dg.TableColumn(column.name, str(column.dtype), column.description) for column in table.columns]
+    yield dg.MaterializeResult(
+        metadata={
+            "dagster/row_count": frame.height,
+            "dagster/column_schema": dg.TableSchema(columns),
+            "bytes": file.stat().st_size,
+            **show(frame),
+        }
+    )
+
+
+def _picture(png: bytes) -> dg.MarkdownMetadataValue:
+    return dg.MetadataValue.md(f"![plot](data:image/png;base64,{base64.b64encode(png).decode()})")
+
+
+def _nothing(_frame: pl.DataFrame) -> dict[str, Any]:
+    return {}
+
+
+def _show_hit_rates(rates: pl.DataFrame) -> dict[str, Any]:
+    """Event-atomic per-layer rates at the middle capacity: numbers that Dagster plots over time."""
+    chosen = rates.filter(pl.col("semantics") == "event_atomic", pl.col("scope") == "layer")
+    capacities = chosen["capacity_experts_total"].unique().sort()
+    middle = capacities[len(capacities) // 2]
+    at_middle = chosen.filter(pl.col("capacity_experts_total") == middle)
+    shown = {f"hit rate, {row['policy']}": row["hit_rate"] for row in at_middle.iter_rows(named=True)}
+    return {"capacity of the hit rates, experts": middle, **shown}
+
+
+def _show_curve(curve: pl.DataFrame) -> dict[str, Any]:
+    return {"plot": _picture(report_module.curve_png(curve))}
+
+
+def _show_recall(recall: pl.DataFrame) -> dict[str, Any]:
+    totals = recall.filter(pl.col("layer_id").is_null(), pl.col("predictor") == "previous_token")
+    return {"recall, previous token": totals["recall_all"][0], "plot": _picture(report_module.recall_png(recall))}
+
+
+def _show_locality(locality: pl.DataFrame) -> dict[str, Any]:
+    total = locality.filter(pl.col("layer_id").is_null()).row(0, named=True)
+    shown = {"W_1": total["w1_reuse_ratio"], "chance of W_1": total["chance_ratio"]}
+    return {**shown, "plot": _picture(report_module.locality_png(locality))}
+
+
+trace = _per_trace(
+    "trace", lambda read: trace_row(read.metadata), description="What a trace is and what is unknown.", show=_nothing
+)
+trace_check = _per_trace(
+    "trace_check", lambda read: check_rows(read.metadata), description="The checks its dump passed.", show=_nothing
+)
+trace_locality = _per_trace(
+    "trace_locality", measure_trace_locality, description="Reuse, skew and coverage with nulls.", show=_show_locality
+)
+hit_rate = _per_trace(
+    "hit_rate", simulate_hit_rate, description="Simulated hit rates at three capacities.", show=_show_hit_rates
+)
+miss_ratio_curve = _per_trace(
+    "miss_ratio_curve", simulate_miss_ratio_curve, description="Simulated curves per policy.", show=_show_curve
+)
+lookahead_recall = _per_trace(
+    "lookahead_recall", measure_lookahead_recall, description="Recall of two predictors.", show=_show_recall
+)
+
+
+@dg.asset(
+    deps=[routing],
+    group_name="expert_tier",
+    kinds={"parquet"},
+    check_specs=schema_check_specs("domain_overlap"),
+    description=f"How far traces of one model shape share their top experts. {TABLES['domain_overlap'].grain}",
+)
+def domain_overlap(data: DataFolderResource) -> Iterator[Any]:
+    """Compares every pair of traces of one shape."""
+    folder = data.folder
+    ids = folder.trace_ids()
+    frames = [TABLES["domain_overlap"].frame([])]
+    for ordinal, first in enumerate(ids):
+        mine = read_metadata(folder.trace_file(first))
+        alike = [
+            other for other in ids[ordinal + 1 :] if _shape(read_metadata(folder.trace_file(other))) == _shape(mine)
+        ]
+        if alike:
+            one = read_trace(folder.trace_file(first))
+            frames += [measure_domain_overlap(one, read_trace(folder.trace_file(other))) for other in alike]
+    yield from _written(folder, "domain_overlap", "all", pl.concat(frames), {"traces": ",".join(ids)}, _nothing)
+
+
+def _shape(metadata: TraceMetadata) -> tuple[list[int], list[int]]:
+    return metadata.moe_layer_ids, metadata.experts_per_layer
+
+
+@dg.asset(
+    deps=[trace, trace_check, trace_locality, hit_rate, miss_ratio_curve, lookahead_recall, domain_overlap],
+    group_name="expert_tier",
+    kinds={"duckdb"},
+    description="All tables in one DuckDB file, built aside and replaced at once, so readers never block the writer.",
+)
+def warehouse(data: DataFolderResource) -> dg.MaterializeResult[None]:
+    """Builds the DuckDB file."""
+    folder = data.folder
+    rows = build_warehouse(folder.root)
+    return dg.MaterializeResult(metadata={"bytes": folder.warehouse.stat().st_size, **rows})
+
+
+@dg.asset(
+    deps=[warehouse], group_name="expert_tier", kinds={"html"}, description="The answer as one page, made offline."
+)
+def report(data: DataFolderResource) -> dg.MaterializeResult[None]:
+    """Writes the page."""
+    file = report_module.write_report(data.folder.root)
+    return dg.MaterializeResult(metadata={"bytes": file.stat().st_size, "path": dg.MetadataValue.path(str(file))})
+
+
+PER_TRACE = (routing, trace, trace_check, trace_locality, hit_rate, miss_ratio_curve, lookahead_recall)
+OVER_TRACES = (domain_overlap, warehouse, report)

@@ -1,0 +1,110 @@
+"""When the graph runs: a sensor on the dumps folder, a nightly schedule, and conditions for what spans all traces.
+
+Native replays are never repeated by a schedule: only what `PER_TRACE` names is re-run here.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+
+import dagster as dg
+
+from pipeline.assets import DUMP_TAG, OVER_TRACES, PER_TRACE, TRACES, DataFolderResource, is_dump
+from pipeline.canonical import read_user_metadata, trace_id_for
+from pipeline.results import stale_traces
+from schemas.files import DataFolder
+
+MAX_NEW_PER_TICK = 20
+"""Dumps hashed per tick, so that a tick ends in time however many were dropped at once."""
+
+per_trace_job = dg.define_asset_job(
+    "per_trace", selection=dg.AssetSelection.assets(*PER_TRACE), partitions_def=TRACES,
+    description="One dump, from raw file to its tables.",
+)  # fmt: skip
+
+
+def new_dumps(folder: DataFolder, cursor: str | None) -> tuple[list[tuple[str, str]], str, list[str]]:
+    """(trace_id, file name) of dumps that are complete and not seen yet, the next cursor, and what is waited for.
+
+    A dump counts as complete once size and time of last change are what they were at the tick before.
+    """
+    seen: dict[str, list[object]] = json.loads(cursor) if cursor else {}
+    now: dict[str, list[object]] = {}
+    found: list[tuple[str, str]] = []
+    waiting: list[str] = []
+    for path in sorted(folder.dumps.iterdir()) if folder.dumps.is_dir() else ():
+        if not is_dump(path):
+            continue
+        beside = path.with_name(path.name + ".toml")
+        said = beside if beside.is_file() else path.with_suffix(".toml")
+        state = [[file.stat().st_size, file.stat().st_mtime_ns] for file in (path, said) if file.is_file()]
+        before = seen.get(path.name)
+        if before is None or before[0] != state:
+            now[path.name] = [state, False]
+            waiting.append(path.name)
+        elif before[1] or len(found) >= MAX_NEW_PER_TICK:
+            now[path.name] = before
+        else:
+            now[path.name] = [state, True]
+            try:
+                found.append((trace_id_for(path, folder, read_user_metadata(path)), path.name))
+            except (ValueError, OSError) as error:
+                waiting.append(f"{path.name}: {error}")
+    return found, json.dumps(now), waiting
+
+
+@dg.sensor(
+    job=per_trace_job,
+    minimum_interval_seconds=10,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+    description="Dumps dropped into data/dumps become partitions and are carried through.",
+)
+def dumps_folder(context: dg.SensorEvaluationContext, data: DataFolderResource) -> dg.SensorResult | dg.SkipReason:
+    """Requests a run for every new complete dump."""
+    found, cursor, waiting = new_dumps(data.folder, context.cursor)
+    context.update_cursor(cursor)
+    if not found:
+        return dg.SkipReason(f"waiting for: {', '.join(waiting)}" if waiting else "no new dump")
+    return dg.SensorResult(
+        dynamic_partitions_requests=[TRACES.build_add_request([trace_id for trace_id, _ in found])],
+        run_requests=[
+            dg.RunRequest(run_key=f"{trace_id}:{name}", partition_key=trace_id, tags={DUMP_TAG: name})
+            for trace_id, name in found
+        ],
+        cursor=cursor,
+    )
+
+
+@dg.schedule(
+    job=per_trace_job,
+    cron_schedule="0 3 * * *",
+    default_status=dg.DefaultScheduleStatus.RUNNING,
+    description="Re-runs analyses of traces that are new, changed, or made by an older parser or analysis.",
+)
+def nightly(context: dg.ScheduleEvaluationContext, data: DataFolderResource) -> Iterator[dg.RunRequest]:
+    """Requests a run for every stale trace."""
+    stale = list(stale_traces(data.folder))
+    context.instance.add_dynamic_partitions(TRACES.name or "", [trace.trace_id for trace in stale])
+    for trace in stale:
+        yield dg.RunRequest(partition_key=trace.trace_id, tags={"expert_tier/reason": trace.reason[:200]})
+
+
+# A refused dump leaves a partition that never materialises; it must not keep the others from the warehouse.
+_WHEN_UPSTREAM_CHANGES = dg.AutomationCondition.eager().without(~dg.AutomationCondition.any_deps_missing())
+
+
+def with_automation(assets: Sequence[dg.AssetsDefinition]) -> list[dg.AssetsDefinition]:
+    """The assets that span all traces, made again whenever something upstream is."""
+    return [
+        asset.map_asset_specs(lambda spec: spec.replace_attributes(automation_condition=_WHEN_UPSTREAM_CHANGES))
+        if asset in OVER_TRACES
+        else asset
+        for asset in assets
+    ]
+
+
+over_traces_sensor = dg.AutomationConditionSensorDefinition(
+    "over_traces",
+    target=dg.AssetSelection.assets(*OVER_TRACES),
+    minimum_interval_seconds=15,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+)

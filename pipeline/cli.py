@@ -1,0 +1,371 @@
+"""`expert-tier …`: from raw dumps to answers, for people and scripts.
+
+Every command works on one data folder (`--data`, else EXPERT_TIER_DATA, else `data`). Dagster, DuckDB and matplotlib
+are loaded only by the commands that need them.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from pipeline.canonical import Ingested, ingest, inspect, read_user_metadata
+from pipeline.dumps.blocks import MalformedDump, RefusedDump
+from replayer.command import Parser, run
+from replayer.quantities import format_bytes
+from replayer.trace import MalformedTrace
+from schemas.files import ENVIRONMENT_VARIABLE, DataFolder
+from schemas.trace import TraceMetadata
+from schemas.validation import ContractViolation
+
+
+class UnknownTrace(ValueError):
+    """A trace id that is not in the data folder."""
+
+
+class WrongCall(ValueError):
+    """Arguments that do not go together."""
+
+
+class WorkFailed(ValueError):
+    """An asset did not materialise."""
+
+
+_EPILOG = """\
+a first session:
+  expert-tier demo                                 the whole road on the bundled sample
+  expert-tier inspect my.npz                       what the dump says, what it leaves open, every check
+  expert-tier ingest my.npz --meta domain=code     raw dump → data/traces/<trace_id>.parquet
+  expert-tier run                                  analyses of all traces, warehouse, report
+  expert-tier query --list                         tables and views, with what they answer
+  expert-tier query "SELECT policy, hit_rate FROM hit_rate WHERE semantics = 'event_atomic'"
+
+exit codes: 0 done, 1 the work failed (bad data, interrupted), 2 the call was wrong.
+"""
+
+_META_HELP = "what the dump does not say, as key=value (repeatable); a file <dump>.toml beside it does the same"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="expert-tier",
+        description="How much DRAM, who should own the expert cache, is lookahead worth it: from your router dumps.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+
+    def add(name: str, function: Callable[[argparse.Namespace], int], help_text: str, **texts: Any) -> Any:
+        command = commands.add_parser(
+            name, help=help_text, description=help_text, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
+        )
+        command.add_argument(
+            "--data", type=Path, metavar="DIR", help=f"data folder (default: ${ENVIRONMENT_VARIABLE}, else ./data)"
+        )
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        command.set_defaults(function=function)
+        return command
+
+    command = add("demo", _demo, "The whole road on the bundled sample: ingest, analyses, warehouse, report, answer.")
+    command.add_argument("--json", action="store_true", help="print one JSON document")
+
+    command = add(
+        "ingest", _ingest, "Turns raw router dumps into canonical traces; a dump already there is not repeated."
+    )
+    command.add_argument(
+        "dumps", nargs="+", type=Path, metavar="DUMP", help="npz, route CSV v1, JSONL, events CSV; or .gz"
+    )
+    command.add_argument("--trace-id", metavar="ID", help="name the trace yourself (one dump only)")
+    command.add_argument("--meta", action="append", default=[], metavar="KEY=VALUE", help=_META_HELP)
+    command.add_argument("--json", action="store_true", help="print one JSON document")
+
+    command = add(
+        "inspect", _inspect, "Says what a dump is, what it leaves open, and how every check went; keeps nothing."
+    )
+    command.add_argument("dump", type=Path, metavar="DUMP")
+    command.add_argument("--meta", action="append", default=[], metavar="KEY=VALUE", help=_META_HELP)
+    command.add_argument("--json", action="store_true", help="print one JSON document")
+
+    command = add("run", _run, "Runs the analyses of traces, then fills the warehouse and writes the report.")
+    command.add_argument("--trace", nargs="+", action="extend", metavar="ID", help="only these (default: all traces)")
+    command.add_argument("--json", action="store_true", help="print one JSON document")
+
+    command = add("query", _query, "Asks the warehouse in DuckDB SQL; the file is opened read-only.")
+    command.add_argument("sql", nargs="?", metavar="SQL")
+    command.add_argument("--list", action="store_true", help="tables and views, with what they hold and answer")
+    command.add_argument("--format", choices=("table", "csv", "json"), default="table")
+
+    command = add("report", _report, "Writes data/report/index.html from the warehouse.")
+    command.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def _folder(arguments: argparse.Namespace) -> DataFolder:
+    root = arguments.data or os.environ.get(ENVIRONMENT_VARIABLE) or "data"
+    return DataFolder(Path(root).expanduser().resolve())
+
+
+def _ingest(arguments: argparse.Namespace) -> int:
+    if arguments.trace_id is not None and len(arguments.dumps) > 1:
+        raise WrongCall("--trace-id names one trace; pass one dump with it")
+    data = _folder(arguments)
+    done: list[Ingested] = []
+    failures = 0
+    for path in arguments.dumps:
+        with _Progress(f"ingesting {path.name}"):
+            try:
+                user = read_user_metadata(path, arguments.meta)
+                done.append(ingest(path, data, user, trace_id=arguments.trace_id))
+            except (MalformedDump, RefusedDump, ContractViolation, MalformedTrace, OSError) as error:
+                # The other dumps of the call are still wanted; the exit code tells.
+                if len(arguments.dumps) == 1 or arguments.debug:
+                    raise
+                failures += 1
+                print(f"expert-tier: {' '.join(str(error).split())}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps([_ingested_document(one) for one in done]))
+    else:
+        for one in done:
+            counts = one.metadata.counts
+            verb = "written" if one.is_new else "already there"
+            print(
+                f"{one.metadata.trace_id}: {verb}, {counts.rows:,} rows, {counts.steps:,} steps, "
+                f"{counts.selections:,} selections, {counts.accesses:,} accesses → {one.path}"
+            )
+            for warning in one.warnings:
+                print(f"  note: {warning}")
+    return 1 if failures else 0
+
+
+def _ingested_document(one: Ingested) -> dict[str, Any]:
+    counts = one.metadata.counts
+    return {
+        "trace_id": one.metadata.trace_id,
+        "path": str(one.path),
+        "rows": counts.rows,
+        "selections": counts.selections,
+        "accesses": counts.accesses,
+        "steps": counts.steps,
+        "warnings": one.warnings,
+    }
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    import tempfile
+
+    user = read_user_metadata(arguments.dump, arguments.meta)
+    with tempfile.TemporaryDirectory(prefix="expert-tier-") as spool, _Progress(f"reading {arguments.dump.name}"):
+        metadata = inspect(arguments.dump, user, Path(spool))
+    if arguments.json:
+        document = {
+            "dump": str(arguments.dump),
+            "unknown": metadata.unknowns,
+            "metadata": metadata.model_dump(mode="json"),
+        }
+        print(json.dumps(document))
+        return 0
+    print("\n".join(_described(metadata)))
+    print("checks:")
+    for check in metadata.checks:
+        print(f"  {check.outcome:<15} {check.name}: {check.found}")
+    for observation in metadata.engine_observations:
+        print(f"  the engine's own: {observation.hits:,} hits of {observation.accesses:,} ({observation.meaning})")
+    return 0
+
+
+def _described(metadata: TraceMetadata) -> list[str]:
+    """What a trace is and what is unknown about it, in a few lines."""
+    counts, phases = metadata.counts, metadata.counts.rows_by_phase
+    experts = sorted(set(metadata.experts_per_layer))
+    by_phase = ", ".join(f"{rows:,} {phase}" for phase, rows in phases.items() if rows)
+    sizes = [size for layer in range(len(metadata.moe_layer_ids)) for size in metadata.sizes_of_layer(layer) or []]
+    size = f"{format_bytes(sum(sizes))} in all, {min(sizes):,}–{max(sizes):,} bytes each" if sizes else "unknown"
+    return [
+        f"{metadata.trace_id}: {metadata.model or 'model unknown'}, {metadata.source.format} of "
+        f"{format_bytes(metadata.source.bytes)}, domain {metadata.domain or 'unknown'}",
+        f"  {len(metadata.moe_layer_ids)} MoE layers × {'/'.join(map(str, experts))} experts, top "
+        f"{metadata.top_k_observed}; expert bytes: {size}",
+        f"  {counts.steps:,} steps ({metadata.pass_boundaries}), {counts.requests:,} requests, {counts.rows:,} rows "
+        f"({by_phase}), {counts.accepted_tokens:,} accepted tokens",
+        f"  unknown: {', '.join(metadata.unknowns) or 'nothing'}",
+    ]
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    data = _folder(arguments)
+    there = data.trace_ids()
+    wanted = list(dict.fromkeys(arguments.trace or there))
+    missing = [trace_id for trace_id in wanted if trace_id not in there]
+    if missing:
+        known = f"known: {', '.join(there[:5])}" if there else "there is none yet"
+        raise UnknownTrace(f"no trace {missing[0]!r} in {data.traces}; {known}. Make one with: expert-tier ingest DUMP")
+    if not wanted:
+        raise UnknownTrace(f"no trace in {data.traces}; make one with: expert-tier ingest DUMP")
+    document = _materialize(data, wanted)
+    if arguments.json:
+        print(json.dumps(document))
+    else:
+        print(f"{len(wanted)} traces analysed; {sum(document['tables'].values()):,} rows in {data.warehouse}")
+        print(f"report: {data.report}")
+    return 0
+
+
+def _materialize(data: DataFolder, trace_ids: Sequence[str]) -> dict[str, Any]:
+    from pipeline.definitions import materialize
+    from warehouse.build import list_relations
+
+    with _Progress(f"analysing {len(trace_ids)} traces"):
+        failed = materialize(data, trace_ids)
+    if failed:
+        first = failed[0]
+        where = f"{first.name} of {first.trace_id}" if first.trace_id else first.name
+        more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
+        raise WorkFailed(f"{where}: {first.reason}{more}; all runs are recorded, see: make dev")
+    tables = {row["name"]: row["rows"] for row in list_relations(data.root) if row["kind"] == "table"}
+    return {
+        "traces": list(trace_ids),
+        "tables": tables,
+        "warehouse": str(data.warehouse),
+        "report": str(data.report),
+    }
+
+
+def _query(arguments: argparse.Namespace) -> int:
+    from warehouse.build import list_relations, query
+
+    data = _folder(arguments)
+    if arguments.list == (arguments.sql is not None):
+        raise WrongCall('query takes either SQL or --list, for example: expert-tier query "SELECT * FROM trace"')
+    frame = pl.DataFrame(list_relations(data.root)) if arguments.list else query(data.root, arguments.sql)
+    if arguments.format == "json":
+        print(json.dumps(frame.to_dicts(), default=str))
+    elif arguments.format == "csv":
+        nested = [name for name, dtype in frame.schema.items() if dtype.is_nested()]
+        flat = frame.with_columns(
+            pl.col(name).map_elements(lambda value: json.dumps(list(value)), return_dtype=pl.String) for name in nested
+        )
+        sys.stdout.write(flat.write_csv())
+    else:
+        with pl.Config(
+            tbl_rows=200, tbl_cols=-1, tbl_width_chars=200, fmt_str_lengths=80, tbl_hide_dataframe_shape=True
+        ):
+            print(frame)
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from pipeline.report import write_report
+
+    path = write_report(_folder(arguments).root)
+    print(json.dumps({"report": str(path)}) if arguments.json else f"report: {path}")
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    data = _folder(arguments)
+    with resources.as_file(resources.files("pipeline") / "sample") as sample:
+        dumps = sorted(sample.glob("*.gz"))
+        with _Progress("ingesting the bundled sample"):
+            done = [ingest(path, data, read_user_metadata(path)) for path in dumps]
+    document = _materialize(data, [one.metadata.trace_id for one in done])
+    if arguments.json:
+        print(json.dumps(document))
+    else:
+        print("\n".join(_answer(data, done)))
+    return 0
+
+
+def _answer(data: DataFolder, done: Sequence[Ingested]) -> list[str]:
+    """The demo's answer in about twenty lines, read from the warehouse like anybody would."""
+    from warehouse.build import query
+
+    first = done[0].metadata
+    rates = query(data.root, "SELECT * FROM hit_rate").filter(
+        pl.col("trace_id") == first.trace_id, pl.col("scope") == "layer", pl.col("semantics") == "event_atomic"
+    )
+    contract = rates.row(0, named=True)
+    capacities = sorted(rates["capacity_experts_total"].unique().to_list())
+    pool = sum(first.experts_per_layer)
+    lines = [line for one in done for line in _described(one.metadata)]
+    lines += [
+        "",
+        f"simulated hit rate of {first.trace_id}: a cache per layer, {contract['semantics']}, order "
+        f"{contract['access_order']},",
+        f"phase {contract['phase']}, first {contract['warm_steps']} of {contract['step_end']} steps unscored, "
+        f"{contract['accesses']:,} accesses scored; static table fitted on {_fit(rates)} of the steps",
+        f"  {'policy':<16}" + "".join(f"{f'{number} of {pool} experts':>24}" for number in capacities),
+    ]
+    for policy in rates["policy"].unique(maintain_order=True).to_list():
+        of_policy = rates.filter(pl.col("policy") == policy).sort("capacity_experts_total")
+        lines.append(
+            f"  {policy:<16}" + "".join(f"{row['hit_rate']:>24.3f}" for row in of_policy.iter_rows(named=True))
+        )
+    recall = query(data.root, "SELECT * FROM lookahead_recall").filter(
+        pl.col("trace_id") == first.trace_id, pl.col("layer_id").is_null()
+    )
+    lines.append("lookahead recall (accesses that had been named ÷ accesses, precision, share of events covered)")
+    nearest = (pl.col("predictor") == "previous_token") | (pl.col("lookahead_layers") == 1)
+    for row in recall.filter(nearest).sort("predictor", "width").iter_rows(named=True):
+        ahead = f"{row['lookahead_layers']} layers ahead" if row["lookahead_layers"] else "one token ahead"
+        width = f", {row['width']} named" if row["width"] else ""
+        lines.append(
+            f"  {row['predictor']:<16}{ahead + width:<28}{row['recall_all']:>8.3f}{row['precision']:>8.3f}"
+            f"{row['hint_coverage']:>8.3f}"
+        )
+    lines += [
+        "The sample is a toy model: no conclusion about big models follows from these numbers.",
+        f"warehouse: {data.warehouse}",
+        f"report:    {data.report}",
+    ]
+    return lines
+
+
+def _fit(rates: pl.DataFrame) -> str:
+    fits = rates.filter(pl.col("policy") == "static")["fit"].unique().to_list()
+    return ", ".join(str(fit) for fit in fits)
+
+
+class _Progress:
+    """A line on a terminal while something runs; silent in a pipe."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.shown = sys.stderr.isatty()
+
+    def __enter__(self) -> "_Progress":
+        self.started = time.monotonic()
+        if self.shown:
+            print(f"{self.what} …", end="", file=sys.stderr, flush=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.shown:
+            print(f"\r{self.what}: {time.monotonic() - self.started:.1f} s", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit code."""
+
+    def work(given: Sequence[str] | None) -> int:
+        arguments = _parser().parse_args(given)
+        status: int = arguments.function(arguments)
+        return status
+
+    wrong_call: tuple[type[Exception], ...] = (WrongCall,)
+    failed: tuple[type[Exception], ...] = (
+        MalformedDump, RefusedDump, MalformedTrace, ContractViolation, UnknownTrace, WorkFailed,
+    )  # fmt: skip
+    from warehouse.build import QueryFailed, WarehouseMissing
+
+    return run("expert-tier", work, argv, wrong_call=wrong_call, failed=(*failed, QueryFailed, WarehouseMissing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
