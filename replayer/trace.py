@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from schemas.columns import ACCESS_ORDERS
+from schemas.columns import ACCESS_ORDERS, SCORED_PHASES
 from schemas.trace import METADATA_KEY, PHASE_CODES, SCHEMA_VERSION, TraceMetadata, arrow_schema
 
 MAX_OBJECTS = 2**20
@@ -211,6 +211,16 @@ class Walk:
     @property
     def num_events(self) -> int:
         return len(self.layer)
+
+
+def events_of_phase(trace: Trace, phase: str) -> npt.NDArray[np.bool_]:
+    """(N,) whether an event is of `phase`; `all` is every event but those of warm-up, which no phase holds."""
+    if phase not in SCORED_PHASES:
+        raise ValueError(f"phase {phase!r}, wanted one of {', '.join(SCORED_PHASES)}")
+    is_of_phase: npt.NDArray[np.bool_] = (
+        trace.event_phase != PHASE_CODES["warmup"] if phase == "all" else trace.event_phase == PHASE_CODES[phase]
+    )
+    return is_of_phase
 
 
 def steps_without_warmup(trace: Trace) -> npt.NDArray[np.int64]:

@@ -135,7 +135,7 @@ _DEFINITIONS = [
     _count("step_end", "first step after the replayed ones, counted without warm-up steps", "step"),
     Column("phase", pl.String, "phase that was scored", values=SCORED_PHASES),
     Column("warm_fraction", pl.Float64, "share of the selected steps that were replayed but not scored", minimum=0),
-    _count("warm_steps", "floor(warm_fraction × selected steps)", "step"),
+    _count("warm_steps", "leading selected steps that were not scored, fitted on or warmed up in", "step"),
     _count("scored_steps", "steps with at least one scored event", "step"),
     Column("warm_pass", pl.Boolean, "whether the selection was replayed once unscored before the scored pass"),
     Column("fit", pl.String, "what a static table or a predictor was fitted on; null if nothing was fitted"),
@@ -160,7 +160,7 @@ _DEFINITIONS = [
     ),
     # locality
     Column("layer_id", pl.Int64, "the model's own layer number; null stands for all layers together", minimum=0),
-    _count("tokens", "token positions in question, per layer (summed over layers in the total)"),
+    _count("tokens", "rows of the scored phase in the layer (summed over layers in the total)"),
     _count(
         "reuse_selections",
         "selections that have an earlier token in the same layer: all but the first token's; "
@@ -211,13 +211,13 @@ _DEFINITIONS = [
     Column(
         "predictor",
         pl.String,
-        "previous_token: the same layer's experts one step earlier; conditional: the "
+        "previous_token: the experts of the same layer's previous event; conditional: the "
         "experts most often seen d layers on, given this layer's",
         values=PREDICTORS,
     ),
     _count("lookahead_layers", "layers between the event a prediction is made at and its target", "layer"),
     _count("lookahead_steps", "steps between the event a prediction is made at and its target", "step"),
-    _count("width", "experts a prediction may name; null where the predictor names a set of its own size"),
+    _count("width", "most experts a prediction names; null where the predictor names a set of its own size"),
     _count("covered_events", "of events, those for which the predictor made a prediction, even an empty one"),
     _ratio("hint_coverage", "covered_events", "events", "share of events with a prediction"),
     _count("covered_accesses", "accesses of covered events"),

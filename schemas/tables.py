@@ -120,9 +120,9 @@ _TABLES = [
         grain="One row per trace, predictor, distance, width and target layer, and one for all layers together.",
         key=("trace_id", "predictor", "fit", "lookahead_layers", "lookahead_steps", "width", "layer_id", "phase"),
         measures=(
-            "events", "covered_events", "hint_coverage", "accesses", "covered_accesses", "predicted_experts",
-            "predicted_accesses", "recall_all", "recall_covered", "precision", "chance_predicted_accesses",
-            "chance_recall_all",
+            "step_begin", "step_end", "warm_steps", "events", "covered_events", "hint_coverage", "accesses",
+            "covered_accesses", "predicted_experts", "predicted_accesses", "recall_all", "recall_covered", "precision",
+            "chance_predicted_accesses", "chance_recall_all",
         ),
         nullable=frozenset({"fit", "width", "layer_id"}),
     ),
