@@ -25,7 +25,7 @@ dev: $(INSTALLED)
 	env --default-signal=INT,TERM $(BIN)/dagster dev -h 127.0.0.1 -p $(PORT)
 
 bench: $(INSTALLED)
-	$(BIN)/python -m tests.bench
+	$(BIN)/python -m tests.bench $(WHAT)
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
@@ -35,7 +35,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed, $(PYTHON) is older; run: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:

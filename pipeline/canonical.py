@@ -12,6 +12,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -246,11 +247,19 @@ def _write(
         writer = None
         if target is not None:
             writer = stack.enter_context(_writer(target, schema))
+            # Encoding runs without the interpreter lock: the next block is read meanwhile, and one waits at most.
+            thread = stack.enter_context(ThreadPoolExecutor(1))
+        writing: Future[None] | None = None
         for block in canonical.blocks():
-            if writer is not None:
-                writer.write_table(canonical.table(block, schema))
-            else:
+            if writer is None:
                 canonical.number(block)
+                continue
+            table = canonical.table(block, schema)
+            if writing is not None:
+                writing.result()
+            writing = thread.submit(writer.write_table, table)
+        if writing is not None:
+            writing.result()
         metadata = canonical.metadata(source, trace_id, supersedes, dump.size_bytes)
         if writer is not None:
             writer.add_key_value_metadata({METADATA_KEY: metadata.model_dump_json().encode()})
@@ -346,7 +355,7 @@ def _padded(array: npt.NDArray[Any], shape: tuple[int, ...], value: int) -> npt.
 _REPEATED = 1
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _scan(layer, expert_ids, counted, last_row, counts, rows, window_start, longest_window, changes, hashes, first_ids):  # type: ignore[no-untyped-def]
     """One pass over a block's rows in recorded order; returns (row with a repeated id or −1, ascending rows).
 
@@ -388,7 +397,7 @@ def _scan(layer, expert_ids, counted, last_row, counts, rows, window_start, long
     return -1, ascending_rows
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _union_sizes(event_first_row, expert_ids, seen_in, first_event):  # type: ignore[no-untyped-def]
     """Σ over events of distinct experts; `seen_in` (experts,) remembers the event an expert was last seen in."""
     total = 0
@@ -643,7 +652,7 @@ class _Canonical:
                 pass_start = int(starts[np.searchsorted(starts, record, side="right") - 1])
                 raise MalformedDump(
                     f"{self._where(block, row)}: {int(record_rows[record])} rows, but {int(record_rows[pass_start])} "
-                    "in the first layer of the same pass; only the last layer may have fewer (output tokens of a prefill)"
+                    "in the first layer of the pass; only the last layer may have fewer (output tokens of a prefill)"
                 )
             self.pruned_passes += len(at)
 

@@ -299,7 +299,7 @@ def _answer(data: DataFolder, done: Sequence[Ingested]) -> list[str]:
         f"simulated hit rate of {first.trace_id}: a cache per layer, {contract['semantics']}, order "
         f"{contract['access_order']},",
         f"phase {contract['phase']}, first {contract['warm_steps']} of {contract['step_end']} steps unscored, "
-        f"{contract['accesses']:,} accesses scored; static table fitted on {_fit(rates)} of the steps",
+        f"{contract['accesses']:,} accesses scored; static table fitted on {_fit(rates)}",
         f"  {'policy':<16}" + "".join(f"{f'{number} of {pool} experts':>24}" for number in capacities),
     ]
     for policy in rates["policy"].unique(maintain_order=True).to_list():

@@ -1,6 +1,7 @@
 """Assembles the Dagster project, and runs it in this process for the command line."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,9 @@ def _materialize_quietly(
             user = data_of_failure.user_failure_data
             error = data_of_failure.error
             cause = error.cause if error is not None and error.cause is not None else error
-            reason = user.description if user and user.description else str(cause.message if cause else "unknown")
+            # Dagster stores "module.Class: sentence"; the sentence is what was written for a person.
+            sentence = re.sub(r"^[\w.]+: ", "", cause.message) if cause else "unknown"
+            reason = user.description if user and user.description else sentence
             failures.append(FailedAsset(event.step_key or "?", trace_id, " ".join(reason.split())))
     return failures
 
@@ -84,4 +87,4 @@ def _instance(data: DataFolder) -> dg.DagsterInstance:
         return dg.DagsterInstance.from_config(".")
     home = data.root / ".dagster"
     home.mkdir(parents=True, exist_ok=True)
-    return dg.DagsterInstance.local_temp(str(home))
+    return dg.DagsterInstance.local_temp(str(home), overrides={"telemetry": {"enabled": False}})

@@ -99,9 +99,9 @@ def read_trace(path: Path) -> Trace:
         MalformedTrace: the file is no canonical trace, or its rows contradict its metadata.
         OSError: it cannot be read.
     """
+    metadata = read_metadata(path)
     try:
         with pq.ParquetFile(path) as file:
-            metadata = _metadata_of(path, file.metadata)
             _check_columns(path, file.schema_arrow, arrow_schema(metadata.top_k_observed))
             table = file.read(["event_id", "step_id", "phase", "layer_id", "expert_ids"], use_threads=True)
     except (pa.ArrowInvalid, pa.ArrowException, OSError) as error:

@@ -93,7 +93,7 @@ _DEFINITIONS = [
     _count("rows", "rows of the canonical trace: token positions × layers × passes"),
     _count("events", "events in question; an event is what a cache must serve at once (one step, pass, layer)"),
     _count("steps", "engine iterations, warm-up ones included"),
-    _count("requests", "sequences"),
+    _count("requests", "sequences: distinct values of request_id"),
     _count("selections", "Σ over rows of k in question"),
     _count(
         "accepted_tokens",

@@ -58,7 +58,8 @@ class DataFolder:
 def publish(target: Path, *, claim: Callable[[], None] | None = None) -> Iterator[Path]:
     """A temporary sibling of `target` to write to; on success it replaces `target`, on any failure it is removed.
 
-    The temporary file is locked while its writer lives, so that `remove_stale` can tell it from a leftover. `claim`
+    The temporary file is locked while its writer lives, so that `remove_stale` can tell it from a leftover (a writer
+    that must make the file itself removes it first and calls `hold` on its own). `claim`
     runs right before the rename, both under the folder's lock; by raising it keeps `target` as it is.
 
     Raises:
@@ -71,13 +72,12 @@ def publish(target: Path, *, claim: Callable[[], None] | None = None) -> Iterato
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.fchmod(descriptor, 0o666 & ~_umask())
         yield temporary
-        # The writer has closed its own handle; this one shares the inode, so it flushes the same data.
-        os.fsync(descriptor)
+        _fsync(temporary)
         with exclusive(target.parent) if claim else contextlib.nullcontext():
             if claim:
                 claim()
             temporary.replace(target)
-        _fsync_folder(target.parent)
+        _fsync(target.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -96,12 +96,24 @@ def remove_stale(folder: Path) -> list[Path]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
+            path.with_name(path.name + ".wal").unlink(missing_ok=True)
             removed.append(path)
         except BlockingIOError:
             pass
         finally:
             os.close(descriptor)
     return removed
+
+
+@contextlib.contextmanager
+def hold(path: Path) -> Iterator[None]:
+    """Marks a temporary file that its writer made itself as being written."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -119,8 +131,8 @@ def _umask() -> int:
     return mask
 
 
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

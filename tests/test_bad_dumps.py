@@ -409,7 +409,7 @@ def test_what_the_user_says_must_fit_the_dump(tmp_path, key, value, expected):
 
 
 def test_wrong_user_metadata_names_the_key_and_the_known_ones(tmp_path):
-    with pytest.raises(MalformedDump, match="modle.*known keys: model"):
+    with pytest.raises(MalformedDump, match=r"modle.*known keys: model"):
         read_user_metadata(tmp_path / "a.npz", ["modle=x"])
     with pytest.raises(MalformedDump, match="hidden_layers"):
         read_user_metadata(tmp_path / "a.npz", ["hidden_layers=many"])

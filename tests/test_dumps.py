@@ -154,8 +154,8 @@ def test_route_csv_takes_a_nan_weight_as_unknown(tmp_path):
     text = route_csv_dump([], decode, experts=16).decode()
     one = ingested(tmp_path, "a.csv", text.replace("0.5000", "nan", 2).encode())
     weights = rows_of(one)["router_weights"].to_list()
-    assert list(weights[0])[0] is None
-    assert list(weights[2])[0] is not None
+    assert next(iter(weights[0])) is None
+    assert next(iter(weights[2])) is not None
 
 
 def test_route_csv_keeps_the_engines_own_hits_beside(tmp_path):

@@ -167,6 +167,7 @@ def write_metadata(path: Path, domain: str, config: Config) -> None:
         f"moe_layer_ids = {list(range(config.num_hidden_layers))}\n"
         'weight_kind = "renormalised"\n'
         f"top_k_model = {config.num_experts_per_tok}\n"
+        'id_space = "logical"\n'
     )
 
 

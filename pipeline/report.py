@@ -1,0 +1,1277 @@
+"""Warehouse → one self-contained HTML page, and the small pictures that Dagster shows beside an asset.
+
+Every sentence that states a finding is computed from the rows beside it: other rows, other sentence. All numbers here
+are simulated: nothing is measured, and nothing is shown that a table does not hold. Text that came out of a dump
+reaches the page through Jinja's autoescaping only, and no plot holds any of it.
+"""
+
+import contextlib
+import io
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import polars as pl
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+
+from schemas.columns import COLUMNS
+from schemas.files import DataFolder, publish, remove_stale
+from schemas.tables import CONTRACT
+from warehouse.build import read_tables
+
+TEMPLATE = "report.html.j2"
+
+Row = dict[str, Any]
+
+# What has to agree before two hit rates are compared, apart from what a plot or table puts side by side.
+SHARED_CONTRACT = tuple(
+    name for name in CONTRACT if name not in ("policy", "semantics", "fit", "capacity_experts_total", "capacity_bytes")
+)
+SEMANTICS_LABELS = {"event_atomic": "event-atomic", "sequential": "sequential"}
+POLICY_LABELS = {
+    "lru": "LRU",
+    "lfu_gated": "LFU, gated",
+    "lfu_always": "LFU, always admits",
+    "static": "static table",
+    "belady_forced": "Belady, forced",
+    "belady_bypass": "Belady, bypass",
+}
+KNOWING_THE_FUTURE = ("belady_forced", "belady_bypass")
+PREDICTOR_LABELS = {"previous_token": "previous token", "conditional": "conditional table"}
+UNKNOWN_FACTS = {
+    "model": "the model",
+    "engine": "the engine",
+    "domain": "the domain (kind of text)",
+    "capture_method": "how the routes were recorded",
+    "hidden_layers": "the number of decoder layers, dense ones included",
+    "layer_base": "the layer numbers: the first layer of the dump is taken as 0",
+    "num_experts": "the number of experts: the largest id + 1 is taken, a lower bound",
+    "top_k_model": "experts per token by the model's configuration",
+    "expert_bytes": "expert sizes: capacities are in experts, bytes are left out",
+    "id_space": "what an expert id names (logical, physical, local or slot)",
+    "weight_kind": "the meaning of the router weights",
+    "router_order": "the router's order inside a row: ids arrived sorted, so results that depend on the order of "
+    "accesses rest on an assumed one",
+    "pass_boundaries": "forward passes: each token position is taken as one step",
+    "phase": "the phase of some rows (prefill or decode)",
+}
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart: on white, and lifted for a dark page.
+COLOURS = {
+    "blue": ("#0072b2", "#56b4e9"),
+    "vermillion": ("#d55e00", "#ff8a3d"),
+    "orange": ("#e69f00", "#f0b840"),
+    "green": ("#009e73", "#2fc79b"),
+    "purple": ("#cc79a7", "#e6a3c8"),
+    "sky": ("#56b4e9", "#a5d8f7"),
+    "ink": ("#1b1f23", "#e8eaed"),
+    "muted": ("#5c6570", "#a2abb5"),
+    "grid": ("#dde1e6", "#3a4048"),
+}
+LineStyle = tuple[str, str, str]
+"""Colour, dashes, marker. Colour is never the only difference."""
+POLICY_STYLES: dict[str, LineStyle] = {
+    "lru": ("blue", "-", "o"),
+    "lfu_gated": ("vermillion", "-", "s"),
+    "lfu_always": ("orange", "--", "^"),
+    "static": ("green", "-", "D"),
+    "belady_forced": ("purple", ":", ""),
+    "belady_bypass": ("ink", "--", ""),
+}
+OTHER_STYLES: tuple[LineStyle, ...] = (
+    ("sky", "-", "v"),
+    ("green", "--", "^"),
+    ("vermillion", ":", "o"),
+    ("purple", "-", "s"),
+    ("blue", "--", "D"),
+)
+WIDTH_STYLES: tuple[LineStyle, ...] = (("blue", "-", "o"), ("vermillion", "-", "s"), ("green", "-", "D"))
+_DASHES = {"-": "", "--": "6 4", ":": "2 3"}
+_ORDER_WORDS = {1: "above", 0: "level with", -1: "below"}
+_SMALLEST_LOG_RANGE = 12
+_WINDOW_NAMES = {1: "W₁", 8: "W₈", 64: "W₆₄"}
+_PLOT_SETTINGS = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "expert-tier",
+    "text.parse_math": False,
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "text.color": COLOURS["ink"][0],
+    "axes.edgecolor": COLOURS["muted"][0],
+    "axes.labelcolor": COLOURS["muted"][0],
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": COLOURS["grid"][0],
+    "grid.linewidth": 0.8,
+    "xtick.color": COLOURS["muted"][0],
+    "ytick.color": COLOURS["muted"][0],
+    "ytick.left": False,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 3.8,
+    "legend.frameon": False,
+    "legend.fontsize": 7.5,
+    "legend.handlelength": 2.4,
+}
+_PAGE_PLOT_INCHES = (4.7, 3.3)
+_SMALL_PLOT_INCHES = (4.8, 3.0)
+
+
+def write_report(data_dir: Path) -> Path:
+    """Writes `data_dir/report/index.html` from the warehouse and returns its path.
+
+    Raises:
+        warehouse.build.WarehouseMissing: nothing was built yet.
+        warehouse.build.QueryFailed: the warehouse cannot be opened, or an older version built it.
+        OSError: the page cannot be written.
+    """
+    page = render_report(read_tables(data_dir))
+    file = DataFolder(data_dir).report
+    remove_stale(file.parent)
+    with publish(file) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+    return file
+
+
+def render_report(tables: dict[str, pl.DataFrame]) -> str:
+    """The page for these tables; the same tables give the same bytes."""
+    traces = tables["trace"].sort("trace_id").to_dicts()
+    trace_ids = {trace["trace_id"] for trace in traces}
+    newer = {trace["supersedes"]: trace["trace_id"] for trace in traces if trace["supersedes"] is not None}
+    plots = _Plots()
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(TEMPLATE).render(
+        sections=[
+            _section(f"trace-{number}", trace, _rows_of(tables, trace["trace_id"]), newer.get(trace["trace_id"]), plots)
+            for number, trace in enumerate(traces, start=1)
+        ],
+        strangers=sorted({one for frame in tables.values() for one in frame["trace_id"]} - trace_ids),
+        overlap=_overlap_block(tables["domain_overlap"].to_dicts(), {trace["trace_id"]: trace for trace in traces}),
+        colours=COLOURS,
+    )
+
+
+def curve_png(curve: pl.DataFrame) -> bytes:
+    """480 × 300 pixels of rows of `miss_ratio_curve`: hit rate by capacity under the first contract among them."""
+    with _drawing(_SMALL_PLOT_INCHES) as (figure, axes):
+        for shared, rows in _contracts(curve.to_dicts())[:1]:
+            semantics, panel = _by_semantics(rows)[0]
+            _draw_lines(axes, _policy_lines(panel, _policy_styles(rows)))
+            _show_capacities(axes, panel, pool_experts=None)
+            axes.set_title(f"simulated, scope {shared['scope']}, {SEMANTICS_LABELS.get(semantics, semantics)}")
+            axes.set_ylabel("hit rate")
+            axes.legend(loc="lower right", ncols=2)
+        return _png(figure)
+
+
+def recall_png(recall: pl.DataFrame) -> bytes:
+    """480 × 300 pixels of rows of `lookahead_recall`: recall by layers ahead, over all layers."""
+    with _drawing(_SMALL_PLOT_INCHES) as (figure, axes):
+        lines = _recall_lines(_totals(recall.to_dicts()))
+        if lines:
+            _draw_lines(axes, lines)
+            _show_depths(axes)
+            axes.set_ylabel("recall")
+            axes.legend(loc="best", ncols=2)
+        axes.set_title("simulated lookahead recall, all layers")
+        return _png(figure)
+
+
+def locality_png(locality: pl.DataFrame) -> bytes:
+    """480 × 300 pixels of rows of `trace_locality`: reuse beside its nulls, over all layers."""
+    with _drawing(_SMALL_PLOT_INCHES) as (figure, axes):
+        for total in _totals(locality.to_dicts())[:1]:
+            _draw_reuse(axes, total)
+            axes.legend(loc="upper left")
+        axes.set_title("reuse of experts, all layers")
+        return _png(figure)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table on the page: what it says, and below it the counts it was made of."""
+
+    text: str
+    note: str = ""
+    is_best: bool = False
+    is_text: bool = False
+    span: int = 1
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table on the page; the first cell of each row is its heading."""
+
+    caption: str
+    head: list[list[Cell]]
+    rows: list[list[Cell]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a plot. `detail` stands in the page's legend only: it may be a user's text."""
+
+    label: str
+    style: LineStyle
+    x: list[float]
+    y: list[float]
+    detail: str = ""
+
+    @property
+    def colour(self) -> str:
+        return self.style[0]
+
+    @property
+    def dashes(self) -> str:
+        return _DASHES[self.style[1]]
+
+    @property
+    def marker(self) -> str:
+        return self.style[2]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Plots that share a legend and a caption."""
+
+    plots: list[Markup]
+    legend: list[Line]
+    caption: str
+
+
+@dataclass(frozen=True)
+class Block:
+    """One question: what the rows say about it, in sentences, drawn, and as a table."""
+
+    heading: str
+    findings: list[str]
+    pictures: list[Picture]
+    grids: list[Grid]
+
+
+@dataclass(frozen=True)
+class Section:
+    """All that is known and unknown about one trace."""
+
+    anchor: str
+    trace_id: str
+    title: str
+    warnings: list[str]
+    unknowns: list[str]
+    facts: list[tuple[str, str]]
+    checks: Grid | None
+    blocks: list[Block]
+    overview: list[Cell]
+    command: str
+
+
+def _rows_of(tables: dict[str, pl.DataFrame], trace_id: str) -> dict[str, list[Row]]:
+    return {name: frame.filter(pl.col("trace_id") == trace_id).to_dicts() for name, frame in tables.items()}
+
+
+def _section(anchor: str, trace: Row, rows: dict[str, list[Row]], newer: str | None, plots: "_Plots") -> Section:
+    hit_rates, locality = rows["hit_rate"], rows["trace_locality"]
+    trace_id = trace["trace_id"]
+    return Section(
+        anchor=anchor,
+        trace_id=trace_id,
+        title=trace["model"] or trace_id,
+        warnings=_warnings(trace, rows["trace_check"], newer),
+        unknowns=[UNKNOWN_FACTS.get(name, name) for name in re.split(r"\s*,\s*", trace["unknowns"].strip()) if name],
+        facts=_facts(trace, phases=sorted({row["phase"] for row in (*hit_rates, *locality)})),
+        checks=_checks_grid(rows["trace_check"]),
+        blocks=[
+            *_policy_blocks(trace, rows["miss_ratio_curve"], hit_rates, plots),
+            *_locality_blocks(trace, locality, plots),
+            *_lookahead_blocks(trace, rows["lookahead_recall"], plots),
+        ],
+        overview=_overview(trace, hit_rates, locality),
+        command=f"expert-tier run --trace {shlex.quote(trace_id)} && expert-tier report",
+    )
+
+
+def _warnings(trace: Row, checks: Sequence[Row], newer: str | None) -> list[str]:
+    warnings = [
+        f"Check {check['name']}: wanted {check['wanted']}; found {check['found']}."
+        for check in checks
+        if check["outcome"] == "warned"
+    ]
+    if trace["dropped_rows"]:
+        warnings.append(f"{_count(trace['dropped_rows'])} rows of the dump did not enter the trace.")
+    if newer is not None:
+        warnings.append(f"A later dump of the same path takes this one's place: trace {newer}.")
+    return warnings
+
+
+def _facts(trace: Row, *, phases: Sequence[str]) -> list[tuple[str, str]]:
+    smallest, largest = trace["expert_bytes_min"], trace["expert_bytes_max"]
+    phase_rows = {
+        "prefill": trace["prefill_rows"],
+        "decode": trace["decode_rows"],
+        "warm-up (never replayed)": trace["warmup_rows"],
+        "of unknown phase": trace["unknown_phase_rows"],
+    }
+    passes = {"recorded": "passes as recorded", "assumed_per_token": "one per token position, assumed"}
+    facts = {
+        "Model": trace["model"] or "unknown",
+        "Engine": trace["engine"] or "unknown",
+        "Domain": trace["domain"] or "unknown",
+        "Captured by": trace["capture_method"] or "unknown",
+        "Phase scored": ", ".join("every phase" if phase == "all" else phase for phase in phases) or "nothing yet",
+        "Raw dump": f"{trace['source_file']} ({trace['source_format']}, {_size(trace['source_bytes'])})",
+        "Its SHA-256": trace["source_sha256"],
+        "Layers": f"{_count(trace['moe_layers'])} with routed experts, of {_known(trace['hidden_layers'])}",
+        "Experts": f"{_count(trace['num_experts'])} in the largest layer ({trace['num_experts_source']}), "
+        f"{_count(trace['pool_experts'])} in all layers",
+        "Experts per token": f"{_count(trace['top_k_observed'])} in the dump, {_known(trace['top_k_model'])} by the "
+        "model's configuration",
+        "Size of one expert": _size(smallest) if smallest == largest else f"{_size(smallest)} to {_size(largest)}",
+        "Size of all experts": _size(trace["pool_bytes"]),
+        "Steps": f"{_count(trace['steps'])} ({passes[trace['pass_boundaries']]}), "
+        f"{_count(trace['requests'])} {_plural('request', trace['requests'])}",
+        "Token rows": _listed([f"{_count(rows)} {phase}" for phase, rows in phase_rows.items() if rows] or ["0"]),
+        "Accesses": f"{_count(trace['accesses'])} in {_count(trace['events'])} events, "
+        f"{_percent(trace['union_ratio'])} of {_count(trace['selections'])} selections",
+        "Accepted tokens": _count(trace["accepted_tokens"]),
+    }
+    if trace["supersedes"] is not None:
+        facts["Takes the place of"] = trace["supersedes"]
+    return list(facts.items())
+
+
+def _checks_grid(checks: Sequence[Row]) -> Grid | None:
+    if not checks:
+        return None
+    names = ("name", "outcome", "wanted", "found")
+    order = ("warned", "passed", "not_applicable")
+    return Grid(
+        caption="Checks of the raw dump. A failed check refuses a dump, so none is listed.",
+        head=[[Cell(text, is_text=True) for text in ("check", "outcome", "wanted", "found")]],
+        rows=[
+            [Cell(check[name].replace("_", " ") if name == "outcome" else check[name], is_text=True) for name in names]
+            for check in sorted(checks, key=lambda check: (order.index(check["outcome"]), check["name"]))
+        ],
+    )
+
+
+def _overview(trace: Row, hit_rates: Sequence[Row], locality: Sequence[Row]) -> list[Cell]:
+    """The trace's line in the index: LRU and Belady at the middle capacity of its first contract, and W_1."""
+    cells = [
+        Cell(trace["model"] or "unknown", is_text=True),
+        Cell(trace["domain"] or "unknown", is_text=True),
+        Cell(_count(trace["steps"])),
+    ]
+    rates = [Cell("—")] * 3
+    for _, rows in _contracts(hit_rates)[:1]:
+        panel = _by_semantics(rows)[0][1]
+        capacity = _middle(_capacities(panel))
+        chosen = {row["policy"]: row for row in panel if _capacity(row) == capacity}
+        some = next(iter(chosen.values()))
+        rates = [
+            Cell(_capacity_text(some), _share_of_pool(some, trace)),
+            *(Cell(_percent(chosen.get(policy, {}).get("hit_rate"))) for policy in ("lru", "belady_bypass")),
+        ]
+    return [
+        *cells,
+        *rates,
+        Cell(_percent(next((total["w1_reuse_ratio"] for total in _totals(locality)), None))),
+    ]
+
+
+def _policy_blocks(trace: Row, curve: Sequence[Row], hit_rates: Sequence[Row], plots: "_Plots") -> list[Block]:
+    curves = {tuple(shared.items()): rows for shared, rows in _contracts(curve)}
+    points = {tuple(shared.items()): rows for shared, rows in _contracts(hit_rates)}
+    blocks = []
+    for key in [*curves, *(key for key in points if key not in curves)]:
+        shared = dict(key)
+        scope = {"layer": "one cache per layer", "global": "one cache over all layers"}[shared["scope"]]
+        unit = "experts" if shared["has_capacity_in_experts"] else "bytes"
+        rows = points.get(key, [])
+        blocks.append(
+            Block(
+                heading=f"Hit rate by capacity in {unit}, {scope}",
+                findings=_policy_findings(trace, rows),
+                pictures=[_curve_picture(trace, shared, curves[key], plots)] if key in curves else [],
+                grids=[_hit_rate_grid(trace, shared, rows, is_below_plot=key in curves)] if rows else [],
+            )
+        )
+    return blocks
+
+
+def _contracts(rows: Iterable[Row]) -> list[tuple[Row, list[Row]]]:
+    """Rows by what they have to share to be compared; scope layer first. Capacity in bytes is a group of its own."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        key = (*(row[name] for name in SHARED_CONTRACT), row["capacity_experts_total"] is not None)
+        groups.setdefault(key, []).append(row)
+    names = (*SHARED_CONTRACT, "has_capacity_in_experts")
+    found = [(dict(zip(names, key, strict=True)), rows) for key, rows in groups.items()]
+    return sorted(found, key=lambda group: (group[0]["scope"] != "layer", str(list(group[0].values()))))
+
+
+def _by_semantics(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+    order = [*SEMANTICS_LABELS, *sorted({row["semantics"] for row in rows} - set(SEMANTICS_LABELS))]
+    panels = [(name, [row for row in rows if row["semantics"] == name]) for name in order]
+    return [panel for panel in panels if panel[1]]
+
+
+def _by_policy(rows: Iterable[Row]) -> list[tuple[str, str | None, list[Row]]]:
+    """Rows of one panel by policy and fit, in the order of the labels."""
+    order = list(POLICY_LABELS)
+    keys = {(row["policy"], row["fit"]) for row in rows}
+    ranked = sorted(
+        keys,
+        key=lambda key: (order.index(key[0]) if key[0] in order else len(order), key[0], key[1] or ""),
+    )
+    return [
+        (policy, fit, sorted((row for row in rows if (row["policy"], row["fit"]) == (policy, fit)), key=_capacity))
+        for policy, fit in ranked
+    ]
+
+
+def _capacity(row: Row) -> int:
+    experts: int | None = row["capacity_experts_total"]
+    in_bytes: int = row["capacity_bytes"] or 0
+    return in_bytes if experts is None else experts
+
+
+def _capacities(rows: Iterable[Row]) -> list[int]:
+    return sorted({_capacity(row) for row in rows})
+
+
+def _capacity_text(row: Row) -> str:
+    experts = row["capacity_experts_total"]
+    return _size(row["capacity_bytes"]) if experts is None else f"{_count(experts)} {_plural('expert', experts)}"
+
+
+def _share_of_pool(row: Row, trace: Row) -> str:
+    """`25.0 % of all, 32 per layer`, as far as that is known."""
+    experts, layers = row["capacity_experts_total"], trace["moe_layers"]
+    pool = trace["pool_bytes" if experts is None else "pool_experts"]
+    shares = [f"{_percent(_capacity(row) / pool)} of all"] if pool else []
+    if row["scope"] == "layer" and experts is not None and layers and experts % layers == 0:
+        shares.append(f"{_count(experts // layers)} per layer")
+    return ", ".join(shares)
+
+
+def _names(keys: Iterable[tuple[str, str | None]]) -> dict[tuple[str, str | None], str]:
+    """A name for each (policy, fit), with the fit where the policy alone would not tell."""
+    fits: dict[str, set[str | None]] = {}
+    for policy, fit in keys:
+        fits.setdefault(policy, set()).add(fit)
+    return {
+        (policy, fit): POLICY_LABELS.get(policy, policy)
+        + (f" ({_fit_text(fit)})" if fit and len(of_policy) > 1 else "")
+        for policy, of_policy in fits.items()
+        for fit in of_policy
+    }
+
+
+def _fit_text(fit: str) -> str:
+    """`fitted on the first 60 % of the steps`; a fit on another trace as it was given."""
+    if fit == "same":
+        return "fitted on the steps it is scored on"
+    share = re.fullmatch(r"first:(0?\.\d+|1)", fit)
+    return (
+        f"fitted on {fit}" if share is None else f"fitted on the first {100 * float(share.group(1)):g} % of the steps"
+    )
+
+
+def _policy_findings(trace: Row, rows: Sequence[Row]) -> list[str]:
+    findings = []
+    for semantics, panel in _by_semantics(rows):
+        findings += _findings_of_panel(trace, semantics, panel)
+    return findings + _findings_across_semantics(rows)
+
+
+def _findings_of_panel(trace: Row, semantics: str, panel: Sequence[Row]) -> list[str]:
+    name = SEMANTICS_LABELS.get(semantics, semantics).capitalize()
+    by_policy = {(policy, fit): {_capacity(row): row for row in rows} for policy, fit, rows in _by_policy(panel)}
+    lru = by_policy.get(("lru", None), {})
+    belady = by_policy.get(("belady_bypass", None), {})
+    findings = []
+    both = sorted(lru.keys() & belady.keys())
+    if both:
+        capacity = _middle(both)
+        share = _share_of_pool(lru[capacity], trace)
+        findings.append(
+            f"{name}, {_capacity_text(lru[capacity])}{f' ({share})' if share else ''}: "
+            + _gap_to_belady(lru[capacity], belady[capacity])
+        )
+    impossible = [capacity for capacity in both if _compare(lru[capacity], belady[capacity]) > 0]
+    if impossible and panel[0]["capacity_experts_total"] is not None:
+        where = _listed([_capacity_text(lru[capacity]) for capacity in impossible])
+        findings.append(
+            f"{name}: LRU is above Belady with bypass at {where}. Under one contract and equal sizes that cannot be: "
+            "treat these rows as wrong."
+        )
+    names = _names(by_policy)
+    for (policy, fit), of_policy in by_policy.items():
+        pairs = [(of_policy[capacity], lru[capacity]) for capacity in sorted(lru.keys() & of_policy.keys())]
+        if policy == "static" and pairs:
+            findings.append(f"{name}: the {names[policy, fit]} is {_against_lru(pairs)}.{_fit_warning(fit)}")
+    return [*findings, *_best_of_panel(name, by_policy)]
+
+
+def _best_of_panel(name: str, by_policy: dict[tuple[str, str | None], dict[int, Row]]) -> list[str]:
+    """Which policy that does not know the future hits most, from the smallest capacity up."""
+    causal = {key: rows for key, rows in by_policy.items() if _is_causal(*key)}
+    if len(causal) < 2:
+        return []
+    names = _names(by_policy)
+    capacities = sorted(set().union(*causal.values()))
+    places = []
+    for capacity in capacities:
+        rows = {key: of_policy[capacity] for key, of_policy in causal.items() if capacity in of_policy}
+        best = [key for key, row in rows.items() if all(_compare(row, other) >= 0 for other in rows.values())]
+        places.append((_listed([names[key] for key in best]), rows[best[0]]))
+    runs = [
+        f"{best} at {_listed([_capacity_text(row) for _, row in run])}"
+        for best, run in groupby(places, key=lambda place: place[0])
+    ]
+    return [f"{name}, most hits of the policies that do not know the future: {'; '.join(runs)}."]
+
+
+def _is_causal(policy: str, fit: str | None) -> bool:
+    return policy not in KNOWING_THE_FUTURE and fit != "same"
+
+
+def _gap_to_belady(lru: Row, belady: Row) -> str:
+    fewer = lru["misses"] - belady["misses"]
+    sentence = (
+        f"LRU misses {_count(lru['misses'])} of {_count(lru['accesses'])} accesses ({_percent_of_misses(lru)}); "
+        f"Belady with bypass, which knows the future, misses {_count(belady['misses'])} "
+        f"({_percent_of_misses(belady)}), "
+    )
+    if fewer > 0:
+        sentence += f"{_count(fewer)} fewer: {_percent(fewer / lru['misses'])} of LRU's misses."
+    elif fewer == 0:
+        sentence += "just as many."
+    else:
+        sentence += f"{_count(-fewer)} more."
+    if lru["miss_bytes"] is not None and belady["miss_bytes"] is not None and lru["scored_steps"]:
+        per_step = [_size(row["miss_bytes"] / row["scored_steps"]) for row in (lru, belady)]
+        sentence += f" Per step, {per_step[0]} of misses against {per_step[1]}."
+    return sentence
+
+
+def _against_lru(pairs: Sequence[tuple[Row, Row]]) -> str:
+    """`below LRU at 8 experts (20.0 against 40.0 %), above LRU at …`, from the smallest capacity up."""
+    parts = []
+    for order, run in groupby(pairs, key=lambda pair: _compare(*pair)):
+        places = [f"{_capacity_text(row)} ({_side_by_side(row['hit_rate'], lru['hit_rate'])})" for row, lru in run]
+        parts.append(f"{_ORDER_WORDS[order]} LRU at {_listed(places)}")
+    return ", ".join(parts)
+
+
+def _fit_warning(fit: str | None) -> str:
+    return " Fitted on the steps it is scored on, it has seen the future." if fit == "same" else ""
+
+
+def _findings_across_semantics(rows: Sequence[Row]) -> list[str]:
+    panels = dict(_by_semantics(rows))
+    if not {"event_atomic", "sequential"} <= panels.keys():
+        return []
+    atomic, sequential = (
+        {(row["policy"], row["fit"], _capacity(row)): row for row in panels[name]}
+        for name in ("event_atomic", "sequential")
+    )
+    lru_capacities = sorted(
+        capacity for policy, fit, capacity in atomic.keys() & sequential.keys() if (policy, fit) == ("lru", None)
+    )
+    names = _names((policy, fit) for policy, fit, _ in atomic)
+    turned, compared = [], 0
+    for policy, fit, capacity in sorted(atomic.keys() & sequential.keys(), key=lambda key: (key[2], str(key))):
+        if policy == "lru" or policy in KNOWING_THE_FUTURE or capacity not in lru_capacities:
+            continue
+        compared += 1
+        key, lru_key = (policy, fit, capacity), ("lru", None, capacity)
+        before, after = (_compare(side[key], side[lru_key]) for side in (atomic, sequential))
+        if before != after:
+            turned.append(
+                f"{names[policy, fit]} at {_capacity_text(atomic[key])} is {_ORDER_WORDS[before]} LRU "
+                f"event-atomic and {_ORDER_WORDS[after]} LRU sequential"
+            )
+    findings = []
+    if lru_capacities:
+        capacity = lru_capacities[0]
+        counted = [side["lru", None, capacity] for side in (atomic, sequential)]
+        differs = "differs" if _compare(*counted) else "is the same"
+        findings.append(
+            f"Counted both ways the hit rate {differs}: LRU at {_capacity_text(counted[0])} hits "
+            f"{_side_by_side(*(row['hit_rate'] for row in counted))}, event-atomic against sequential."
+        )
+    if turned:
+        findings.append(f"The way of counting decides between policies: {'; '.join(turned)}.")
+    elif compared:
+        findings.append("Either way the same policies are above LRU at each capacity of the table.")
+    return findings
+
+
+def _compare(row: Row, other: Row) -> int:
+    """1 if the hit rate of `row` is above that of `other`, 0 if they are equal, else −1; exact, from the counts."""
+    mine, theirs = row["hits"] * other["accesses"], other["hits"] * row["accesses"]
+    return int(mine > theirs) - int(mine < theirs)
+
+
+def _hit_rate_grid(trace: Row, shared: Row, rows: Sequence[Row], *, is_below_plot: bool) -> Grid:
+    columns = [
+        (semantics, capacity, [row for row in panel if _capacity(row) == capacity])
+        for semantics, panel in _by_semantics(rows)
+        for capacity in _capacities(panel)
+    ]
+    groups = [
+        Cell(SEMANTICS_LABELS.get(semantics, semantics), f"of {_accesses_text(panel)}", span=len(_capacities(panel)))
+        for semantics, panel in _by_semantics(rows)
+    ]
+
+    def cells(policy: str, fit: str | None) -> Iterator[Cell]:
+        for _, _, column in columns:
+            causal = [row for row in column if _is_causal(row["policy"], row["fit"])]
+            row = next((row for row in column if (row["policy"], row["fit"]) == (policy, fit)), None)
+            is_best = row in causal and all(_compare(row or {}, other) >= 0 for other in causal)
+            yield Cell("—") if row is None else Cell(_percent(row["hit_rate"]), _count(row["hits"]), is_best=is_best)
+
+    contract = "Contract as below the plot." if is_below_plot else _contract_text(shared, rows)
+    return Grid(
+        caption=f"Simulated hit rate, and below it the hits. Bold: most hits without knowing the future. {contract}",
+        head=[
+            [Cell(""), *groups],
+            [
+                Cell("policy", is_text=True),
+                *(Cell(_capacity_text(column[0]), _share_of_pool(column[0], trace)) for _, _, column in columns),
+            ],
+        ],
+        rows=[
+            [
+                Cell(POLICY_LABELS.get(policy, policy), "" if fit is None else _fit_text(fit), is_text=True),
+                *cells(policy, fit),
+            ]
+            for policy, fit, _ in _by_policy(rows)
+        ],
+    )
+
+
+def _accesses_text(rows: Sequence[Row]) -> str:
+    return _listed([_count(accesses) for accesses in sorted({row["accesses"] for row in rows})]) + " accesses"
+
+
+def _contract_text(shared: Row, rows: Sequence[Row]) -> str:
+    """What was replayed and what was scored, in one or two sentences."""
+    begin, end, warm = shared["step_begin"], shared["step_end"], shared["warm_steps"]
+    dedup = "each expert once per event" if shared["dedup"] == "union" else "every selection an access"
+    seed = "" if shared["seed"] is None else f", seed {shared['seed']}"
+    parts = [
+        f"Scope {shared['scope']}",
+        f"{shared['access_order']} order{seed}",
+        dedup,
+        f"steps {_count(begin)} to {_count(end - 1)}",
+        f"the first {_count(warm)} ({_percent(shared['warm_fraction'])}) warm the cache unscored"
+        if warm
+        else "cold start, no step left out",
+        f"scored: {_phase_text(shared['phase'])}, {_accesses_text(rows)}",
+    ]
+    if shared["warm_pass"]:
+        parts.append("replayed once before, unscored")
+    fits = sorted({row["fit"] for row in rows if row["fit"] is not None})
+    if fits:
+        parts.append(f"static table {_listed([_fit_text(fit) for fit in fits])}")
+    return "; ".join(parts) + "."
+
+
+def _curve_picture(trace: Row, shared: Row, rows: Sequence[Row], plots: "_Plots") -> Picture:
+    panels = _by_semantics(rows)
+    styles = _policy_styles(rows)
+    drawn = []
+    for semantics, panel in panels:
+        label = SEMANTICS_LABELS.get(semantics, semantics)
+        lines = _policy_lines(panel, styles)
+        with _drawing(_PAGE_PLOT_INCHES) as (figure, axes):
+            _draw_lines(axes, lines)
+            _show_capacities(axes, panel, pool_experts=trace["pool_experts"])
+            axes.set_title(label)
+            axes.set_ylabel("hit rate")
+            drawn.append(
+                plots.svg(figure, f"Simulated hit rate by capacity, {label}", _described(lines, "at full capacity"))
+            )
+    caption = (
+        f"Simulated, not measured, from trace {trace['trace_id']}. {_contract_text(shared, rows)} "
+        f"Semantics: {_listed([SEMANTICS_LABELS.get(name, name) for name, _ in panels])}. "
+        "The two Belady lines know the future: no policy to run, but how far one could go"
+        + (" (a reference, not a bound: experts differ in size)." if _sizes_differ(trace, shared) else ".")
+    )
+    return Picture(drawn, _policy_lines(rows, styles), caption)
+
+
+def _sizes_differ(trace: Row, shared: Row) -> bool:
+    differ: bool = trace["expert_bytes_min"] != trace["expert_bytes_max"]
+    return differ and not shared["has_capacity_in_experts"]
+
+
+def _policy_styles(rows: Sequence[Row]) -> dict[tuple[str, str | None], LineStyle]:
+    """A style for each (policy, fit): the policy's own for its first fit, spare ones for the others."""
+    spare = iter(OTHER_STYLES * 4)
+    styles: dict[tuple[str, str | None], LineStyle] = {}
+    for policy, fit, _ in _by_policy(rows):
+        is_first = policy not in {styled for styled, _ in styles}
+        styles[policy, fit] = POLICY_STYLES[policy] if is_first and policy in POLICY_STYLES else next(spare)
+    return styles
+
+
+def _policy_lines(rows: Sequence[Row], styles: dict[tuple[str, str | None], LineStyle]) -> list[Line]:
+    """A line per policy and fit, of hit rates by capacity: 1 − miss ratio, from the counts."""
+    lines = []
+    for policy, fit, points in _by_policy(rows):
+        scored = [row for row in points if row["accesses"]]
+        lines.append(
+            Line(
+                label=POLICY_LABELS.get(policy, policy),
+                style=styles[policy, fit],
+                x=[_capacity(row) for row in scored],
+                y=[(row["accesses"] - row["misses"]) / row["accesses"] for row in scored],
+                detail="" if fit is None else _fit_text(fit),
+            )
+        )
+    return lines
+
+
+def _locality_blocks(trace: Row, rows: Sequence[Row], plots: "_Plots") -> list[Block]:
+    blocks = []
+    for total in _totals(rows):
+        layers = sorted(
+            (row for row in rows if row["layer_id"] is not None and row["phase"] == total["phase"]),
+            key=lambda row: row["layer_id"],
+        )
+        blocks.append(
+            Block(
+                heading=f"Locality, {_phase_text(total['phase'])}",
+                findings=_locality_findings(total),
+                pictures=[_locality_picture(trace, total, layers, plots)],
+                grids=[_reuse_grid(total), _skew_grid(total)],
+            )
+        )
+    return blocks
+
+
+def _locality_findings(total: Row) -> list[str]:
+    findings = []
+    if total["w1_reuse_ratio"] is not None:
+        reused, shuffled = total["w1_reused_selections"], total["w1_shuffled_reused_selections"]
+        findings.append(
+            f"{_percent(total['w1_reuse_ratio'])} of {_count(total['reuse_selections'])} selections repeat an expert "
+            f"that the token before used in the same layer (W₁). Popularity alone would give "
+            f"{_percent(total['chance_ratio'])}, a uniform router {_percent(total['uniform_ratio'])}."
+        )
+        if reused > shuffled:
+            verdict = "More than with the same tokens shuffled"
+            meaning = "the order of tokens holds reuse beyond popularity, which a policy of recency can use"
+        elif reused < shuffled:
+            verdict = "Fewer than with the same tokens shuffled"
+            meaning = "neighbouring tokens share fewer experts than tokens at random, which speaks against recency"
+        else:
+            verdict = "As many as with the same tokens shuffled"
+            meaning = "the order of tokens holds no reuse beyond popularity"
+        findings.append(f"{verdict} ({_percent(total['w1_shuffled_ratio'])}): {meaning}.")
+    findings.append(
+        f"The eight most selected experts of each layer carry {_percent(total['top8_share'])} of the selections; "
+        f"{_percent(total['working_set_95_ratio'])} of the experts carry 95 % of them; "
+        f"{_percent(total['coverage_ratio'])} of the experts occur at all."
+    )
+    return findings
+
+
+def _locality_picture(trace: Row, total: Row, layers: Sequence[Row], plots: "_Plots") -> Picture:
+    with _drawing(_PAGE_PLOT_INCHES) as (figure, axes):
+        bars = _draw_reuse(axes, total)
+        axes.set_title("reuse within the last 1, 8, 64 tokens")
+        drawn = [plots.svg(figure, "Reuse of experts, all layers", _described(bars, "over 64 tokens"))]
+    if len(layers) > 1:
+        lines = [
+            Line(label, style, [row["layer_id"] for row in scored], [row[name] for row in scored])
+            for label, style, name in (
+                ("recorded order", ("blue", "-", ""), "w1_reuse_ratio"),
+                ("tokens shuffled", ("orange", "--", ""), "w1_shuffled_ratio"),
+                ("by popularity", ("ink", ":", ""), "chance_ratio"),
+            )
+            for scored in [[row for row in layers if row[name] is not None]]
+        ]
+        with _drawing(_PAGE_PLOT_INCHES) as (figure, axes):
+            _draw_lines(axes, lines)
+            _show_layers(axes)
+            axes.set_title("reuse of the token before, by layer")
+            drawn.append(
+                plots.svg(figure, "Reuse of the token before, by layer", _described(lines, "in the last layer"))
+            )
+    legend = [
+        Line("recorded order", ("blue", "-", ""), [], []),
+        Line("tokens shuffled", ("orange", "--", ""), [], []),
+        Line("by popularity", ("ink", ":", ""), [], []),
+    ]
+    caption = (
+        f"Counted from trace {trace['trace_id']}, {_phase_text(total['phase'])}, {_count(total['tokens'])} tokens × "
+        f"layers. Shuffled with seed {total['seed']}, all layers alike."
+    )
+    return Picture(drawn, legend, caption)
+
+
+def _reuse_grid(total: Row) -> Grid:
+    nulls = {1: ("chance_ratio", "uniform_ratio")}
+    return Grid(
+        caption="Selections whose expert the same layer used within the last w tokens.",
+        head=[[Cell("window", is_text=True)]
+              + [Cell(text) for text in ("recorded order", "tokens shuffled", "by popularity", "uniform router")]],
+        rows=[
+            [Cell(_WINDOW_NAMES[window], is_text=True)]
+            + [_ratio_cell(total, f"w{window}_{name}_ratio") for name in ("reuse", "shuffled")]
+            + [_ratio_cell(total, name) for name in nulls.get(window, ())]
+            + [Cell("—")] * (0 if window in nulls else 2)
+            for window in _WINDOW_NAMES
+        ],
+    )  # fmt: skip
+
+
+def _skew_grid(total: Row) -> Grid:
+    alpha = total["zipf_alpha"]
+    return Grid(
+        caption="Skew and footprint.",
+        head=[[Cell(text) for text in ("Zipf α", "top-8 share", "95 % working set", "coverage")]],
+        rows=[
+            [
+                Cell("—" if alpha is None else f"{alpha:.2f}"),
+                *(_ratio_cell(total, name) for name in ("top8_share", "working_set_95_ratio", "coverage_ratio")),
+            ]
+        ],
+    )
+
+
+def _lookahead_blocks(trace: Row, rows: Sequence[Row], plots: "_Plots") -> list[Block]:
+    blocks = []
+    for phase in sorted({row["phase"] for row in _totals(rows)}):
+        of_phase = [row for row in rows if row["phase"] == phase]
+        totals = sorted(_totals(of_phase), key=_prediction_key)
+        blocks.append(
+            Block(
+                heading=f"Lookahead, {_phase_text(phase)}",
+                findings=_lookahead_findings(totals),
+                pictures=[_recall_picture(trace, of_phase, totals, plots)],
+                grids=[_recall_grid(totals)],
+            )
+        )
+    return blocks
+
+
+def _prediction_key(row: Row) -> tuple[Any, ...]:
+    known = list(PREDICTOR_LABELS)
+    rank = known.index(row["predictor"]) if row["predictor"] in known else len(known)
+    return rank, row["predictor"], row["fit"] or "", row["width"] or 0, row["lookahead_layers"], row["lookahead_steps"]
+
+
+def _predictions(totals: Sequence[Row]) -> list[list[Row]]:
+    """Totals by predictor, fit and width, each list from the smallest distance up."""
+    ordered = sorted(totals, key=_prediction_key)
+    return [list(run) for _, run in groupby(ordered, key=lambda row: _prediction_key(row)[:4])]
+
+
+def _predictor_name(row: Row) -> str:
+    """The predictor and how many experts it may name: what a plot's lines are told apart by."""
+    predictor: str = row["predictor"]
+    width = "" if row["width"] is None else f", {row['width']} wide"
+    return PREDICTOR_LABELS.get(predictor, predictor) + width
+
+
+def _distance(row: Row) -> str:
+    parts = [
+        f"{row[column]} {_plural(noun, row[column])} ahead"
+        for column, noun in (("lookahead_layers", "layer"), ("lookahead_steps", "step"))
+        if row[column]
+    ]
+    return " and ".join(parts) or "at the event itself"
+
+
+def _lookahead_findings(totals: Sequence[Row]) -> list[str]:
+    findings = []
+    scored = [row for row in totals if row["accesses"]]
+    previous = next((row for row in scored if row["predictor"] == "previous_token"), None)
+    for run in _predictions(scored):
+        first, last = run[0], run[-1]
+        sentence = (
+            f"{_sentence_case(_predictor_name(first))}: names {_count(first['predicted_accesses'])} of "
+            f"{_count(first['accesses'])} accesses {_distance(first)} ({_percent(first['recall_all'])}; as many "
+            f"experts at random: {_percent(first['chance_recall_all'])})"
+        )
+        if previous is not None and first is not previous:
+            order = (first["recall_all"] > previous["recall_all"]) - (first["recall_all"] < previous["recall_all"])
+            sentence += f", {_ORDER_WORDS[order]} the previous token's {_percent(previous['recall_all'])}"
+        if len(run) > 1:
+            change = last["recall_all"] - first["recall_all"]
+            word = "falls to" if change < 0 else "rises to" if change > 0 else "stays at"
+            sentence += f"; recall {word} {_percent(last['recall_all'])} {_distance(last)}"
+        if first["hint_coverage"] is not None and first["hint_coverage"] < 1:
+            sentence += (
+                f". It makes a prediction for {_percent(first['hint_coverage'])} of the events; over those, recall is "
+                f"{_percent(first['recall_covered'])}"
+            )
+        findings.append(sentence + ".")
+    return findings
+
+
+def _recall_lines(totals: Sequence[Row]) -> list[Line]:
+    """Recall by layers ahead: a predictor and width each, with its chance; one without layers ahead lies level."""
+    depths = [row["lookahead_layers"] for row in totals if row["lookahead_layers"]] or [0, 1]
+    lines = []
+    styles = iter(WIDTH_STYLES + OTHER_STYLES * 4)
+    for run in _predictions([row for row in totals if row["accesses"]]):
+        first = run[0]
+        label = _predictor_name(first)
+        detail = "" if first["fit"] is None else _fit_text(first["fit"])
+        if all(row["lookahead_layers"] == 0 for row in run):
+            recall = first["recall_all"]
+            lines.append(Line(label, ("ink", "--", ""), [min(depths), max(depths)], [recall, recall], detail))
+            continue
+        style = next(styles)
+        x = [row["lookahead_layers"] for row in run]
+        lines.append(Line(label, style, x, [row["recall_all"] for row in run], detail))
+        by_chance = [row["chance_recall_all"] for row in run]
+        width = "" if first["width"] is None else f", {first['width']} wide"
+        lines.append(Line(f"chance{width}", (style[0], ":", ""), x, by_chance))
+    return lines
+
+
+def _recall_picture(trace: Row, rows: Sequence[Row], totals: Sequence[Row], plots: "_Plots") -> Picture:
+    lines = _recall_lines(totals)
+    with _drawing(_PAGE_PLOT_INCHES) as (figure, axes):
+        _draw_lines(axes, lines)
+        _show_depths(axes)
+        axes.set_ylabel("recall over all events")
+        axes.set_title("all layers")
+        drawn = [plots.svg(figure, "Lookahead recall by layers ahead", _described(lines, "at the largest distance"))]
+    nearest = [run[0] for run in _predictions(totals)]
+    by_layer = [line for line in (_recall_of_layers(row, rows, lines) for row in nearest) if len(line.x) > 1]
+    if by_layer:
+        with _drawing(_PAGE_PLOT_INCHES) as (figure, axes):
+            _draw_lines(axes, by_layer)
+            _show_layers(axes)
+            axes.set_title("by target layer, at the nearest distance")
+            drawn.append(plots.svg(figure, "Lookahead recall by layer", _described(by_layer, "in the last layer")))
+    caption = (
+        f"Simulated, not measured, from trace {trace['trace_id']}. {_scored_steps(totals)}. "
+        "Recall: accesses named beforehand ÷ all accesses, events without a prediction counting as missed. The "
+        "previous token's prediction looks one step back in the same layer, so it does not depend on the distance."
+    )
+    return Picture(drawn, lines, caption)
+
+
+def _scored_steps(totals: Sequence[Row]) -> str:
+    windows = sorted({(row["step_begin"], row["step_end"], row["warm_steps"], row["phase"]) for row in totals})
+    return "; ".join(
+        f"Steps {_count(begin)} to {_count(end - 1)}, the first {_count(warm)} not scored, {_phase_text(phase)}"
+        for begin, end, warm, phase in windows
+    )
+
+
+def _recall_of_layers(total: Row, rows: Sequence[Row], lines: Sequence[Line]) -> Line:
+    key = _prediction_key(total)
+    layers = sorted(
+        (row for row in rows if row["layer_id"] is not None and row["accesses"] and _prediction_key(row) == key),
+        key=lambda row: row["layer_id"],
+    )
+    label = _predictor_name(total)
+    style = next((line.style for line in lines if line.label == label), OTHER_STYLES[0])
+    return Line(
+        label,
+        (style[0], style[1], ""),
+        [row["layer_id"] for row in layers],
+        [row["recall_all"] for row in layers],
+    )
+
+
+def _recall_grid(totals: Sequence[Row]) -> Grid:
+    ratios = ("recall_all", "recall_covered", "precision", "hint_coverage", "chance_recall_all")
+    heads = ("recall, all events", "recall, covered events", "precision", "coverage", "recall by chance")
+    return Grid(
+        caption="Lookahead over all layers. Precision: named and accessed ÷ named. Coverage: events with a prediction.",
+        head=[[Cell("predictor", is_text=True), Cell("distance", is_text=True)] + [Cell(text) for text in heads]],
+        rows=[
+            [
+                Cell(_predictor_name(row), "" if row["fit"] is None else _fit_text(row["fit"]), is_text=True),
+                Cell(_distance(row), is_text=True),
+            ]
+            + [_ratio_cell(row, name) for name in ratios]
+            for row in totals
+        ],
+    )
+
+
+def _overlap_block(rows: Sequence[Row], traces: dict[str, Row]) -> Block | None:
+    totals = sorted(
+        _totals(rows), key=lambda row: (row["top_experts"], row["phase"], row["trace_id"], row["other_trace_id"])
+    )
+    if not totals:
+        return None
+
+    def name(trace_id: str) -> str:
+        domain = traces.get(trace_id, {}).get("domain")
+        return f"{trace_id} ({domain})" if domain else trace_id
+
+    findings = []
+    for (size, phase), run in groupby(totals, key=lambda row: (row["top_experts"], row["phase"])):
+        pairs = sorted((row for row in run if row["jaccard_ratio"] is not None), key=lambda row: row["jaccard_ratio"])
+        if len(pairs) > 1:
+            least, most = pairs[0], pairs[-1]
+            findings.append(
+                f"Top {size} of each layer, {_phase_text(phase)}: closest are {name(most['trace_id'])} and "
+                f"{name(most['other_trace_id'])} (Jaccard {most['jaccard_ratio']:.3f}), farthest "
+                f"{name(least['trace_id'])} and {name(least['other_trace_id'])} ({least['jaccard_ratio']:.3f})."
+            )
+        elif pairs:
+            only = pairs[0]
+            findings.append(
+                f"Top {size} of each layer, {_phase_text(phase)}: {name(only['trace_id'])} and "
+                f"{name(only['other_trace_id'])} share {_count(only['shared_experts'])} of "
+                f"{_count(only['joint_experts'])} experts (Jaccard {only['jaccard_ratio']:.3f})."
+            )
+    grid = Grid(
+        caption="Overlap of the most selected experts of each layer, all layers together: in both sets ÷ in either.",
+        head=[[Cell("traces", is_text=True), Cell("phase", is_text=True), Cell("top"), Cell("Jaccard")]],
+        rows=[
+            [
+                Cell(f"{name(row['trace_id'])} and {name(row['other_trace_id'])}", is_text=True),
+                Cell(row["phase"], is_text=True),
+                Cell(_count(row["top_experts"])),
+                Cell(
+                    "—" if row["jaccard_ratio"] is None else f"{row['jaccard_ratio']:.3f}",
+                    f"{_count(row['shared_experts'])} / {_count(row['joint_experts'])}",
+                ),
+            ]
+            for row in totals
+        ],
+    )
+    return Block("Do domains want the same experts?", findings, [], [grid])
+
+
+def _totals(rows: Iterable[Row]) -> list[Row]:
+    """Rows for all layers together."""
+    return [row for row in rows if row["layer_id"] is None]
+
+
+def _ratio_cell(row: Row | None, name: str, *, is_best: bool = False) -> Cell:
+    """A ratio above its numerator and denominator; the columns say which these are."""
+    ratio = COLUMNS[name].ratio
+    if row is None or ratio is None:
+        return Cell("—")
+    return Cell(_percent(row[name]), f"{_count(row[ratio[0]])} / {_count(row[ratio[1]])}", is_best=is_best)
+
+
+def _count(number: float | None) -> str:
+    if number is None:
+        return "unknown"
+    return f"{number:,.0f}" if number == int(number) else f"{number:,.1f}"
+
+
+def _known(number: int | None) -> str:
+    return "an unknown number" if number is None else _count(number)
+
+
+def _side_by_side(ratio: float | None, other: float | None) -> str:
+    """`61.1 against 63.8 %`, with as many decimals as it takes to tell two different ratios apart."""
+    if ratio is None or other is None:
+        return f"{_percent(ratio)} against {_percent(other)}"
+    decimals = next((n for n in range(1, 6) if f"{100 * ratio:.{n}f}" != f"{100 * other:.{n}f}"), 1)
+    return f"{100 * ratio:.{decimals}f} against {100 * other:.{decimals}f}\N{NARROW NO-BREAK SPACE}%"
+
+
+def _percent(ratio: float | None) -> str:
+    return "—" if ratio is None else f"{100 * ratio:.1f}\N{NARROW NO-BREAK SPACE}%"
+
+
+def _percent_of_misses(row: Row) -> str:
+    return _percent(row["misses"] / row["accesses"] if row["accesses"] else None)
+
+
+def _size(size_bytes: float | None) -> str:
+    """Decimal units, as disks and the study count."""
+    if size_bytes is None:
+        return "unknown"
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:,.2f}\N{NARROW NO-BREAK SPACE}{unit}"
+    return f"{size_bytes:,.0f}\N{NARROW NO-BREAK SPACE}B"
+
+
+def _phase_text(phase: str) -> str:
+    return "every phase" if phase == "all" else f"phase {phase}"
+
+
+def _plural(noun: str, number: int) -> str:
+    return noun if number == 1 else f"{noun}s"
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+
+
+def _sentence_case(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _middle(values: Sequence[int]) -> int:
+    return values[(len(values) - 1) // 2]
+
+
+@contextlib.contextmanager
+def _drawing(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
+    with mpl.rc_context(_PLOT_SETTINGS):  # type: ignore[arg-type]
+        figure = Figure(figsize=inches, layout="constrained")
+        axes = figure.subplots()
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+        yield figure, axes
+
+
+def _draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
+    for line in lines:
+        colour, dashes, marker = line.style
+        axes.plot(
+            line.x, line.y, color=COLOURS[colour][0], linestyle=dashes, marker=marker or None, label=line.label,
+            clip_on=False, zorder=3,
+        )  # fmt: skip
+
+
+def _show_capacities(axes: Axes, rows: Sequence[Row], *, pool_experts: int | None) -> None:
+    """Capacities in use as ticks, as many as fit; logarithmic where they span more than a decade or so."""
+    capacities = _capacities(rows)
+    in_experts = rows[0]["capacity_experts_total"] is not None
+    if capacities[0] > 0 and capacities[-1] / capacities[0] >= _SMALLEST_LOG_RANGE:
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(left=0, right=capacities[-1] or 1)
+    axes.xaxis.set_major_locator(FixedLocator(_spread(axes, capacities)))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+    def named(capacity: float, _: int | None = None) -> str:
+        if not in_experts:
+            return _size(capacity)
+        share = f"\n{100 * capacity / pool_experts:.0f} %" if pool_experts else ""
+        return f"{capacity:,.0f}{share}"
+
+    axes.xaxis.set_major_formatter(FuncFormatter(named))
+    share = ", % of all" if in_experts and pool_experts else ""
+    axes.set_xlabel(f"capacity: experts over all layers{share}" if in_experts else "capacity over all layers")
+
+
+def _spread(axes: Axes, values: Sequence[int], *, gap: float = 0.15) -> list[int]:
+    """Some of the values, so that neighbours lie at least `gap` of the axis apart; the ends are kept."""
+    low, high = values[0], values[-1]
+    place = axes.xaxis.get_transform().transform
+    start, end = place([low, high]) if high > low else (0.0, 1.0)
+    chosen = [low]
+    for value in values[1:]:
+        from_last, to_end = (
+            (place([a])[0] - place([b])[0]) / (end - start) for a, b in ((value, chosen[-1]), (high, value))
+        )
+        if value == high or (from_last >= gap and to_end >= gap):
+            chosen.append(value)
+    return chosen
+
+
+def _show_depths(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.margins(x=0.04)
+    axes.set_xlabel("layers ahead")
+
+
+def _show_layers(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.margins(x=0.02)
+    axes.set_xlabel("layer")
+
+
+def _draw_reuse(axes: Axes, total: Row) -> list[Line]:
+    """Bars of W_1, W_8, W_64 in recorded order and shuffled, and the chance of W_1; gives the bars back as lines."""
+    windows = list(_WINDOW_NAMES)
+    bars = []
+    for offset, label, name, colour, hatch in (
+        (-0.2, "recorded order", "reuse", "blue", ""),
+        (0.2, "tokens shuffled", "shuffled", "orange", "///"),
+    ):
+        heights = [total[f"w{window}_{name}_ratio"] or 0.0 for window in windows]
+        axes.bar(
+            [place + offset for place in range(len(windows))], heights, width=0.36, label=label, hatch=hatch,
+            color=COLOURS[colour][0], edgecolor=COLOURS["grid"][0],
+        )  # fmt: skip
+        bars.append(Line(label, (colour, "-", ""), [float(window) for window in windows], heights))
+    if total["chance_ratio"] is not None:
+        axes.plot(
+            [-0.42, 0.42], [total["chance_ratio"]] * 2, color=COLOURS["ink"][0], linestyle=":", label="by popularity",
+            zorder=4,
+        )  # fmt: skip
+    axes.xaxis.set_major_locator(FixedLocator(range(len(windows))))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: _WINDOW_NAMES[windows[int(place)]]))
+    axes.set_ylabel("share of selections")
+    return bars
+
+
+def _described(lines: Sequence[Line], end: str) -> str:
+    """The plot in words, for those who do not see it."""
+    return " ".join(
+        f"{line.label}: from {100 * line.y[0]:.1f} % to {100 * line.y[-1]:.1f} % {end}." for line in lines if line.y
+    )
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+class _Plots:
+    """Turns figures into inline SVG, each with ids of its own."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def svg(self, figure: Figure, title: str, description: str) -> Markup:
+        """The figure as an `<svg>` that follows the page's colours and width; titles are escaped here."""
+        self._number += 1
+        prefix = f"plot{self._number}"
+        buffer = io.StringIO()
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", metadata=no_metadata, transparent=True)
+        svg = buffer.getvalue()
+        svg = svg[svg.index("<svg") :]
+        svg = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+        svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
+        for name, (light, _) in COLOURS.items():
+            svg = svg.replace(light, f"var(--{name})")
+        body = svg[svg.index(">") + 1 :]
+        view = re.search(r'viewBox="[\d. ]+"', svg[: svg.index(">")])
+        if view is None:
+            raise RuntimeError("matplotlib wrote an SVG without a viewBox")
+        # Safe: matplotlib escapes what it draws, and titles are escaped here.
+        return Markup(  # noqa: S704
+            f'<svg class="plot" {view.group()} role="img" aria-labelledby="{prefix}-title {prefix}-desc" '
+            'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
+            f'<title id="{prefix}-title">{escape(title)}</title><desc id="{prefix}-desc">{escape(description)}</desc>'
+            f"{body}"
+        )

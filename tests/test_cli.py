@@ -1,0 +1,207 @@
+"""The command lines as their users meet them: documents, exit codes, one line per error."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from pipeline import cli
+from replayer import __main__ as replayer_cli
+from schemas.documents import IngestedTrace, Inspection, Relation, RunSummary, Simulation
+from tests.raw_dumps import npz_dump, random_routes, route_csv_dump
+
+ROOT = Path(__file__).parents[1]
+TRACES = ROOT.parent / "shared" / "traces"
+
+
+@pytest.fixture(autouse=True)
+def own_dagster_home(tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def dump(tmp_path) -> Path:
+    path = tmp_path / "a.csv"
+    prefill, decode = random_routes(4, 3, 16, 2), random_routes(40, 3, 16, 2, seed=1)
+    path.write_bytes(route_csv_dump(prefill, decode, experts=16, expert_bytes=[64] * 3))
+    return path
+
+
+def expert_tier(capsys, *arguments: object) -> tuple[int, str, str]:
+    try:
+        status = cli.main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def replayer(capsys, *arguments: object) -> tuple[int, str, str]:
+    try:
+        status = replayer_cli.main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_ingest_prints_one_document(capsys, tmp_path, dump):
+    status, out, err = expert_tier(capsys, "ingest", dump, "--data", tmp_path / "d", "--json", "--meta", "domain=code")
+    assert (status, err) == (0, "")
+    (one,) = TypeAdapter(list[IngestedTrace]).validate_json(out)
+    assert Path(one.path).is_file()
+    assert (one.rows, one.steps, one.selections) == (12 + 120, 41, 264)
+
+
+def test_inspect_prints_one_document_and_keeps_nothing(capsys, tmp_path, dump):
+    status, out, _ = expert_tier(capsys, "inspect", dump, "--data", tmp_path / "d", "--json")
+    assert status == 0
+    found = Inspection.model_validate_json(out)
+    assert "domain" in found.unknown
+    assert not (tmp_path / "d").exists()
+    status, out, _ = expert_tier(capsys, "inspect", dump)
+    assert "unknown: engine, domain" in out
+    assert "the engine's own: " in out
+
+
+def test_the_whole_session_of_the_help_works(capsys, tmp_path, dump):
+    data = tmp_path / "d"
+    assert expert_tier(capsys, "ingest", dump, "--data", data)[0] == 0
+    status, out, err = expert_tier(capsys, "run", "--data", data, "--json")
+    assert (status, err) == (0, "")
+    summary = RunSummary.model_validate_json(out)
+    assert summary.tables["hit_rate"] > 0
+    assert Path(summary.report).is_file()
+    status, out, _ = expert_tier(capsys, "query", "--list", "--format", "json", "--data", data)
+    names = {relation.name for relation in TypeAdapter(list[Relation]).validate_json(out)}
+    assert {"trace", "hit_rate", "routing"} <= names
+    sql = "SELECT policy, hits + misses = accesses AS adds_up FROM hit_rate LIMIT 3"
+    status, out, _ = expert_tier(capsys, "query", sql, "--format", "json", "--data", data)
+    assert [row["adds_up"] for row in json.loads(out)] == [True] * 3
+    status, out, _ = expert_tier(capsys, "query", "SELECT 1 AS a, 'x' AS b", "--format", "csv", "--data", data)
+    assert out.splitlines() == ["a,b", "1,x"]
+    status, out, _ = expert_tier(capsys, "report", "--json", "--data", data)
+    assert Path(json.loads(out)["report"]).is_file()
+
+
+def test_simulate_prints_one_document_whose_rows_carry_their_contract(capsys, tmp_path, dump):
+    (one,) = json.loads(expert_tier(capsys, "ingest", dump, "--data", tmp_path / "d", "--json")[1])
+    asked = "--policy lru,static,belady_forced --semantics event_atomic,sequential --capacity-experts 2,4"
+    window = "--warm-fraction 0.6 --fit first:0.6 --json"
+    status, out, err = replayer(capsys, "simulate", one["path"], *asked.split(), *window.split())
+    assert (status, err) == (0, "")
+    document = Simulation.model_validate_json(out)
+    assert len(document.results) == 3 * 2 * 2
+    assert {row.phase for row in document.results} == {"decode"}
+    assert {row.warm_steps for row in document.results} == {24}
+    assert {row.capacity_bytes for row in document.results} == {2 * 3 * 64, 4 * 3 * 64}
+    status, out, _ = replayer(capsys, "simulate", one["path"], "--capacity", "1KiB", "--scope", "global")
+    assert "1.00 KiB" in out
+
+
+ERRORS = [
+    (["simulate", "{trace}"], 2, "--capacity-experts"),
+    (["simulate", "{trace}", "--capacity-experts", "-3"], 2, "not negative"),
+    (["simulate", "{trace}", "--capacity-experts", "3", "--capacity", "1G"], 2, "not allowed with"),
+    (["simulate", "{trace}", "--capacity", "1XB"], 2, "is no size"),
+    (["simulate", "{trace}", "--capacity-experts", "3", "--policy", "lru,best"], 2, "'best'"),
+    (["simulate", "{trace}", "--capacity-experts", "3", "--steps", "5"], 2, "wanted a:b"),
+    (["simulate", "{trace}", "--capacity-experts", "3", "--steps", "9:5"], 2, "wanted a range inside 0:41"),
+    (["simulate", "{trace}", "--capacity-experts", "3", "--phase", "unknown"], 2, "no event of phase unknown"),
+    (["simulate", "{trace}", "--capacity-experts", "3", "--warm-fraction", "1"], 2, "from 0 to below 1"),
+    (["simulate", "{trace}", "--capacity-experts", "3", "--policy", "static", "--fit", "first:2"], 2, "first:F"),
+    (["simulate", "{trace}", "--capacity-experts", "3", "--policy", "static", "--fit", "no.parquet"], 1, "no.parquet"),
+    (["simulate", "missing.parquet", "--capacity-experts", "3"], 1, "missing.parquet"),
+    (["simulate", "{dump}", "--capacity-experts", "3"], 1, "not a Parquet file"),
+    ([], 2, "COMMAND"),
+    (["dance"], 2, "dance"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "status", "named"), ERRORS, ids=[" ".join(case[0])[:60] for case in ERRORS])
+def test_a_wrong_call_of_the_replayer_is_one_line_and_its_exit_code(capsys, tmp_path, dump, arguments, status, named):
+    (one,) = json.loads(expert_tier(capsys, "ingest", dump, "--data", tmp_path / "d", "--json")[1])
+    filled = [argument.format(trace=one["path"], dump=dump) for argument in arguments]
+    found, out, err = replayer(capsys, *filled)
+    assert (found, out) == (status, "")
+    assert len(err.splitlines()) == 1, err
+    assert named in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "named"),
+    [
+        (["ingest", "missing.npz"], 1, "missing.npz"),
+        (["ingest", "{dump}", "{dump}", "--trace-id", "x"], 2, "pass one dump"),
+        (["ingest", "{dump}", "--meta", "colour=red"], 1, "colour"),
+        (["run"], 1, "expert-tier ingest DUMP"),
+        (["run", "--trace", "nobody"], 1, "no trace 'nobody'"),
+        (["query"], 2, "either SQL or --list"),
+        (["query", "SELECT 1"], 1, "expert-tier run"),
+        (["report"], 1, "expert-tier run"),
+        (["fly"], 2, "fly"),
+    ],
+)
+def test_a_wrong_call_of_expert_tier_is_one_line_and_its_exit_code(capsys, tmp_path, dump, arguments, status, named):
+    filled = [argument.format(dump=dump) for argument in arguments]
+    found, out, err = expert_tier(capsys, *filled, *(["--data", tmp_path / "d"] if arguments != ["fly"] else []))
+    assert (found, out) == (status, "")
+    assert len(err.splitlines()) == 1, err
+    assert named in err
+
+
+def test_one_bad_dump_of_several_is_named_and_the_others_are_ingested(capsys, tmp_path, dump):
+    bad = tmp_path / "bad.npz"
+    bad.write_bytes(b"")
+    status, out, err = expert_tier(capsys, "ingest", bad, dump, "--data", tmp_path / "d", "--json")
+    assert status == 1
+    assert len(json.loads(out)) == 1
+    assert "bad.npz" in err
+
+
+def test_a_bad_query_is_one_line(capsys, tmp_path, dump):
+    expert_tier(capsys, "ingest", dump, "--data", tmp_path / "d")
+    expert_tier(capsys, "run", "--data", tmp_path / "d")
+    status, out, err = expert_tier(capsys, "query", "SELEC 1", "--data", tmp_path / "d")
+    assert (status, out) == (1, "")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [[], ["ingest"], ["inspect"], ["run"], ["query"], ["report"], ["demo"]])
+def test_every_command_of_expert_tier_explains_itself(capsys, command):
+    status, out, _ = expert_tier(capsys, *command, "--help")
+    assert status == 0
+    assert "usage: expert-tier" in out
+
+
+def test_simulate_help_has_examples_that_run(capsys):
+    status, out, _ = replayer(capsys, "simulate", "--help")
+    assert status == 0
+    assert "examples:" in out
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        cli.main(["ingest", str(tmp_path / "missing"), "--data", str(tmp_path), "--debug"])
+
+
+def test_a_closed_pipe_is_quiet(tmp_path):
+    (tmp_path / "a.npz").write_bytes(npz_dump(random_routes(40, 3, 16, 2)))
+    command = f"{sys.executable} -m pipeline.cli inspect {tmp_path}/a.npz | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason="published traces are not here")
+def test_the_toy_trace_gives_twelve_hits_and_eighteen_misses(capsys, tmp_path):
+    # numbers.md 3.4 and traces/README.md: conformance trace of 2608.07911.
+    (one,) = json.loads(expert_tier(capsys, "ingest", TRACES / "toy-events.csv", "--data", tmp_path, "--json")[1])
+    _, out, _ = replayer(capsys, "simulate", one["path"], "--capacity-experts", "2", "--json")
+    (row,) = Simulation.model_validate_json(out).results
+    assert (row.accesses, row.hits, row.misses, row.compulsory_misses) == (30, 12, 18, 12)

@@ -1,0 +1,230 @@
+"""The Dagster graph end to end on a tiny dump, in this process, with temporary paths."""
+
+import json
+from pathlib import Path
+
+import dagster as dg
+import duckdb
+import polars as pl
+import pytest
+
+from pipeline import assets, automation, results
+from pipeline.automation import new_dumps
+from pipeline.canonical import ingest, read_user_metadata
+from pipeline.definitions import defs, materialize
+from pipeline.results import PER_TRACE_TABLES, stale_traces
+from schemas.files import DataFolder
+from schemas.tables import TABLES
+from schemas.trace import UserMetadata
+from tests.raw_dumps import random_routes, route_csv_dump, tok_layers_dump
+
+GRAPH = {
+    "routing": set(),
+    "trace": {"routing"},
+    "trace_check": {"routing"},
+    "trace_locality": {"routing"},
+    "hit_rate": {"routing"},
+    "miss_ratio_curve": {"routing"},
+    "lookahead_recall": {"routing"},
+    "domain_overlap": {"routing"},
+    "warehouse": {
+        "trace", "trace_check", "trace_locality", "hit_rate", "miss_ratio_curve", "lookahead_recall", "domain_overlap",
+    },
+    "report": {"warehouse"},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_dagster_home(tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def data(tmp_path) -> DataFolder:
+    return DataFolder(tmp_path / "data")
+
+
+def drop(data: DataFolder, name: str, seed: int = 0, content: bytes | None = None) -> Path:
+    data.dumps.mkdir(parents=True, exist_ok=True)
+    prefill, decode = random_routes(4, 3, 16, 2, seed), random_routes(40, 3, 16, 2, seed + 1)
+    path = data.dumps / name
+    path.write_bytes(route_csv_dump(prefill, decode, experts=16, expert_bytes=[64] * 3) if content is None else content)
+    return path
+
+
+def test_the_graph_is_what_it_was():
+    graph = defs.resolve_asset_graph()
+    found = {
+        key.to_user_string(): {parent.to_user_string() for parent in graph.get(key).parent_keys}
+        for key in graph.get_all_asset_keys()
+    }
+    assert found == GRAPH
+
+
+def test_every_table_has_an_asset_of_its_name_with_a_description_and_a_blocking_check():
+    graph = defs.resolve_asset_graph()
+    for name in [*TABLES, "routing"]:
+        node = graph.get(dg.AssetKey(name))
+        assert node.description
+        specs = [graph.get_check_spec(key) for key in node.check_keys]
+        assert [(spec.name, spec.blocking) for spec in specs] == [("schema", True)]
+
+
+def test_a_dump_goes_all_the_way_to_warehouse_and_report(data):
+    first = ingest(drop(data, "a.csv"), data, UserMetadata(domain="code")).metadata.trace_id
+    second = ingest(drop(data, "b.csv", seed=7), data, UserMetadata(domain="math")).metadata.trace_id
+    assert materialize(data, [first, second]) == []
+    with duckdb.connect(str(data.warehouse), read_only=True) as connection:
+        for name, table in TABLES.items():
+            columns = [row[0] for row in connection.execute(f"DESCRIBE {name}").fetchall()]
+            assert columns == list(table.column_names), name
+            assert connection.execute(f"SELECT count(*) FROM {name}").fetchall()[0][0] > 0, name
+        assert connection.execute("SELECT count(*) FROM routing").fetchall()[0][0] == 2 * (12 + 120)
+    assert list(stale_traces(data)) == []
+    assert first in data.report.read_text()
+
+
+def test_a_second_run_gives_the_same_tables(data):
+    trace_id = ingest(drop(data, "a.csv"), data, UserMetadata()).metadata.trace_id
+    materialize(data, [trace_id])
+    before = {name: pl.read_parquet(data.result_file(name, trace_id)) for name in PER_TRACE_TABLES}
+    materialize(data, [trace_id])
+    assert all(before[name].equals(pl.read_parquet(data.result_file(name, trace_id))) for name in PER_TRACE_TABLES)
+
+
+def test_a_frame_that_breaks_its_contract_is_never_written_and_stops_the_rest(data, monkeypatch):
+    trace_id = ingest(drop(data, "a.csv"), data, UserMetadata()).metadata.trace_id
+    broken = assets._per_trace(
+        "hit_rate",
+        lambda trace: assets.simulate_hit_rate(trace).with_columns(pl.col("hits") + 1),
+        description="broken",
+        show=assets._nothing,
+    )
+    resources = {"data": assets.DataFolderResource(root=str(data.root))}
+    with dg.DagsterInstance.get() as instance:
+        instance.add_dynamic_partitions("traces", [trace_id])
+        how = {"partition_key": trace_id, "instance": instance, "resources": resources, "raise_on_error": False}
+        result = dg.materialize([assets.routing, broken], **how)
+    assert not result.success
+    verdicts = {check.asset_key.to_user_string(): check for check in result.get_asset_check_evaluations()}
+    assert verdicts["routing"].passed
+    assert not verdicts["hit_rate"].passed
+    assert "accesses = hits + misses" in str(verdicts["hit_rate"].metadata["failures"].value)
+    assert not data.result_file("hit_rate", trace_id).exists()
+
+
+def test_a_refused_dump_fails_its_run_with_one_sentence(data):
+    path = drop(data, "bad.csv", content=b"layer_id,expert_id,count\n0,0,1\n")
+    failed = materialize(data, ["bad-000000000000"])
+    assert failed[0].name == "routing"
+    assert "no dump in it becomes trace bad-000000000000" in failed[0].reason
+    found, cursor, _ = new_dumps(data, None)
+    found, _, _ = new_dumps(data, cursor)
+    failed = materialize(data, [found[0][0]])
+    assert "counts per layer and expert" in failed[0].reason
+    assert str(path) in failed[0].reason
+
+
+def test_a_refused_dump_does_not_keep_the_others_from_the_warehouse(data):
+    drop(data, "bad.csv", content=b"layer_id,expert_id,count\n0,0,1\n")
+    good = ingest(drop(data, "a.csv"), data, UserMetadata()).metadata.trace_id
+    assert [one.name for one in materialize(data, ["bad-000000000000", good])] == ["routing"]
+    with duckdb.connect(str(data.warehouse), read_only=True) as connection:
+        assert connection.execute("SELECT trace_id FROM trace").fetchall() == [(good,)]
+
+
+# When things run
+
+
+def test_a_dump_is_taken_once_it_has_stopped_changing_and_only_once(data):
+    path = drop(data, "a.csv")
+    (data.dumps / "a.csv.toml").write_text('domain = "code"\n')
+    (data.dumps / ".hidden.csv").write_bytes(path.read_bytes())
+    (data.dumps / "b.csv.part").write_bytes(path.read_bytes())
+    found, cursor, waiting = new_dumps(data, None)
+    assert (found, waiting) == ([], ["a.csv"])
+    found, cursor, _ = new_dumps(data, cursor)
+    assert [name for _, name in found] == ["a.csv"]
+    assert found[0][0] == ingest(path, data, read_user_metadata(path)).metadata.trace_id
+    assert new_dumps(data, cursor)[0] == []
+
+
+def test_a_growing_dump_is_waited_for(data):
+    path = drop(data, "a.csv")
+    _, cursor, _ = new_dumps(data, None)
+    path.write_bytes(path.read_bytes() + b"\n")
+    found, cursor, waiting = new_dumps(data, cursor)
+    assert (found, waiting) == ([], ["a.csv"])
+    assert len(new_dumps(data, cursor)[0]) == 1
+
+
+def test_a_changed_dump_and_changed_metadata_are_taken_again(data):
+    drop(data, "a.csv")
+    _, cursor, _ = new_dumps(data, None)
+    first, cursor, _ = new_dumps(data, cursor)
+    (data.dumps / "a.csv.toml").write_text('domain = "code"\n')
+    _, cursor, _ = new_dumps(data, cursor)
+    second, cursor, _ = new_dumps(data, cursor)
+    assert first[0][0] != second[0][0]
+
+
+def test_many_dumps_are_spread_over_ticks_and_none_is_lost(data, monkeypatch):
+    monkeypatch.setattr(automation, "MAX_NEW_PER_TICK", 2)
+    for number in range(5):
+        drop(data, f"{number}.jsonl", content=tok_layers_dump(random_routes(20, 2, 16, 2, seed=number)))
+    cursor, taken = None, []
+    for _ in range(6):
+        found, cursor, _ = new_dumps(data, cursor)
+        taken += [name for _, name in found]
+    assert sorted(taken) == [f"{number}.jsonl" for number in range(5)]
+
+
+def test_an_unreadable_dump_does_not_stop_the_sensor(data):
+    drop(data, "empty.csv", content=b"")
+    drop(data, "a.csv")
+    _, cursor, _ = new_dumps(data, None)
+    found, _, waiting = new_dumps(data, cursor)
+    assert [name for _, name in found] == ["a.csv"]
+    assert any("empty" in sentence for sentence in waiting)
+
+
+def test_the_sensor_registers_the_partition_and_requests_its_run(data):
+    drop(data, "a.csv")
+    resources = {"data": assets.DataFolderResource(root=str(data.root))}
+    with dg.DagsterInstance.get() as instance:
+        first = automation.dumps_folder(dg.build_sensor_context(instance, resources=resources))
+        assert "a.csv" in first.skip_message
+        _, cursor, _ = new_dumps(data, None)
+        second = automation.dumps_folder(dg.build_sensor_context(instance, cursor=cursor, resources=resources))
+    request = second.run_requests[0]
+    assert request.tags["expert_tier/dump"] == "a.csv"
+    assert second.dynamic_partitions_requests[0].partition_keys == [request.partition_key]
+    assert json.loads(second.cursor)["a.csv"][1] is True
+
+
+def test_the_nightly_schedule_takes_what_is_new_or_made_by_older_versions(data, monkeypatch):
+    trace_id = ingest(drop(data, "a.csv"), data, UserMetadata()).metadata.trace_id
+    assert [(one.trace_id, one.reason) for one in stale_traces(data)] == [(trace_id, "trace: not made yet")]
+    materialize(data, [trace_id])
+    assert list(stale_traces(data)) == []
+    monkeypatch.setattr(results, "ANALYSIS_VERSION", 2)
+    assert "analysis version 1, now 2" in next(iter(stale_traces(data))).reason
+    monkeypatch.setattr(results, "ANALYSIS_VERSION", 1)
+    monkeypatch.setattr(results, "PARSER_VERSION", 2)
+    assert "parsed by version 1, now 2" in next(iter(stale_traces(data))).reason
+    resources = {"data": assets.DataFolderResource(root=str(data.root))}
+    with dg.DagsterInstance.get() as instance:
+        context = dg.build_schedule_context(instance, resources=resources)
+        requests = list(automation.nightly(context))
+    assert [request.partition_key for request in requests] == [trace_id]
+
+
+def test_results_of_a_trace_that_was_replaced_under_its_id_are_stale(data):
+    path = drop(data, "a.csv")
+    ingest(path, data, UserMetadata(), trace_id="mine")
+    materialize(data, ["mine"])
+    data.trace_file("mine").unlink()
+    ingest(drop(data, "a.csv", seed=5), data, UserMetadata(), trace_id="mine")
+    assert "another state of the trace" in next(iter(stale_traces(data))).reason
