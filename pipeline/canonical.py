@@ -677,16 +677,12 @@ class _Canonical:
         for code, rows in enumerate(np.bincount(phase, minlength=len(PHASES)).tolist()):
             self.rows_by_phase[PHASES[code]] += rows
         self.kinds += np.bincount(numbered.pass_kind[numbered.record_first_row], minlength=len(PASS_KINDS))
-        self.requests.update(np.unique(block.request).tolist())
+        self.requests |= _distinct(block.request)
         prefill, warmup = phase == PHASE_CODES["prefill"], phase == PHASE_CODES["warmup"]
-        self.prefilled.update(np.unique(block.request[prefill]).tolist())
+        self.prefilled |= _distinct(block.request[prefill])
         decoded = ~prefill & ~warmup
-        # One row per (step, request) and kind is enough to count tokens.
-        pairs = np.stack([block.step[decoded], block.request[decoded]], axis=1)
-        accepted = numbered.pass_kind[decoded] == PASS_KIND_CODES["spec_accept"]
-        if len(pairs):
-            self.accepted += len(np.unique(pairs, axis=0)) if len(self.requests) > 1 else len(np.unique(pairs[:, 0]))
-            self.accepted += len(np.unique(pairs[accepted], axis=0)) if accepted.any() else 0
+        accepted = decoded & (numbered.pass_kind == PASS_KIND_CODES["spec_accept"])
+        self.accepted += sum(_distinct_pairs(block.step[rows], block.request[rows]) for rows in (decoded, accepted))
         self.has_position |= block.position is not None
 
     # Writing
@@ -1013,6 +1009,20 @@ class _Canonical:
             wanted=f"a layer's {self.top_k} most selected experts carry at most {COLLAPSE_SHARE:.0%} of its selections",
             found=f"{found} (layer {self.layer_numbers[worst]})",
         )
+
+
+def _distinct(values: npt.NDArray[np.int64]) -> set[int]:
+    # Most blocks hold one request; sorting them to find that out would cost more than parsing them.
+    if len(values) and values.min() == values.max():
+        return {int(values[0])}
+    return set(np.unique(values).tolist())
+
+
+def _distinct_pairs(ascending: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> int:
+    """How many different pairs there are; `ascending` is sorted."""
+    if len(_distinct(values)) <= 1:
+        return int(np.count_nonzero(np.diff(ascending))) + 1 if len(ascending) else 0
+    return len(np.unique(np.stack([ascending, values], axis=1), axis=0))
 
 
 def _chance_of_partition(num_experts: int, top_k: int, rows: int) -> float:

@@ -92,7 +92,7 @@ def validate_table(frame: pl.DataFrame, table: Table) -> pl.DataFrame:
 
 def _enum_column(values: tuple[str, ...], description: str) -> pa.Column:
     def holds(data: pa.PolarsData) -> pl.LazyFrame:
-        return data.lazyframe.select(pl.col(data.key).is_in(pl.Series(values, dtype=pl.Categorical)))
+        return data.lazyframe.select(pl.col(data.key).is_in(pl.Series(values, dtype=pl.Categorical).implode()))
 
     return pa.Column(pl.Categorical, pa.Check(holds, name=f"one of {', '.join(values)}"), description=description)
 
