@@ -58,12 +58,12 @@ def new_dumps(folder: DataFolder, cursor: str | None) -> tuple[list[tuple[str, s
     default_status=dg.DefaultSensorStatus.RUNNING,
     description="Dumps dropped into data/dumps become partitions and are carried through.",
 )
-def dumps_folder(context: dg.SensorEvaluationContext, data: DataFolderResource) -> dg.SensorResult | dg.SkipReason:
+def dumps_folder(context: dg.SensorEvaluationContext, data: DataFolderResource) -> dg.SensorResult:
     """Requests a run for every new complete dump."""
     found, cursor, waiting = new_dumps(data.folder, context.cursor)
-    context.update_cursor(cursor)
     if not found:
-        return dg.SkipReason(f"waiting for: {', '.join(waiting)}" if waiting else "no new dump")
+        reason = f"waiting for: {', '.join(waiting)}" if waiting else "no new dump"
+        return dg.SensorResult(skip_reason=reason, cursor=cursor)
     return dg.SensorResult(
         dynamic_partitions_requests=[TRACES.build_add_request([trace_id for trace_id, _ in found])],
         run_requests=[

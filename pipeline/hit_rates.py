@@ -61,6 +61,7 @@ def _rows(trace: Trace, scope: str, per_layer: Sequence[int]) -> pl.DataFrame:
 
 def _fair_replay(trace: Trace) -> tuple[Replay, str]:
     try:
-        return prepare(trace, Window(warm_fraction=WARM_FRACTION)), f"first:{float(WARM_FRACTION)}"
+        replay = prepare(trace, Window(warm_fraction=WARM_FRACTION))
     except UnusableRequest:
         return prepare(trace, Window()), "same"
+    return replay, f"first:{float(WARM_FRACTION)}" if replay.warm_steps else "same"

@@ -18,6 +18,7 @@ NEVER = 2**42
 """Time of a next access that never comes; beyond any real time."""
 
 _TIME_BITS = 36  # LFU keys pack (count, recency): 6.8e10 accesses, 1.3e8 accesses of one expert
+_ASIDE = -2  # place of a resident that the victim scan of its own event has set aside
 _OBJECT_BITS = 20  # Belady keys pack (next time, object); replayer.trace.MAX_OBJECTS is 2**20
 
 
@@ -191,6 +192,9 @@ def lfu(objects, first_access, event_cache, sizes, capacities, first_object, ato
                 _heap_rekey(heap, place, keys, base, lengths, cache, thing, key)
                 continue
             keys[thing] = key
+            if place[thing] == _ASIDE:
+                # Named again by its own event: it is resident, and goes back with its new key afterwards.
+                continue
             num_victims = 0
             room = capacities[cache] - used[cache]
             admitted = sizes[thing] <= capacities[cache]
@@ -201,6 +205,7 @@ def lfu(objects, first_access, event_cache, sizes, capacities, first_object, ato
                 candidate = heap[base]
                 if atomic and member_of[candidate] == event:
                     members_aside[num_aside] = _heap_pop(heap, place, keys, base, lengths, cache)
+                    place[candidate] = _ASIDE
                     num_aside += 1
                 elif gated and counts[thing] <= counts[candidate]:
                     admitted = False
@@ -325,7 +330,7 @@ def static_table(counts, sizes, capacities, first_object):  # type: ignore[no-un
     """The most accessed objects of each cache, as a mask (O,): in order of count, ties to the lowest (layer, expert).
 
     An object that no longer fits is passed over and smaller ones further down are still taken; with equal sizes this
-    is the top c. Objects never accessed in the fit are not taken.
+    is the top c, filled up with objects never accessed where fewer than c were.
     """
     chosen = np.zeros(len(sizes), dtype=bool)
     for cache, capacity in enumerate(capacities):
@@ -333,7 +338,7 @@ def static_table(counts, sizes, capacities, first_object):  # type: ignore[no-un
         room = capacity
         for offset in np.argsort(-counts[begin:end], kind="stable"):
             thing = begin + offset
-            if counts[thing] > 0 and sizes[thing] <= room:
+            if sizes[thing] <= room:
                 chosen[thing] = True
                 room -= sizes[thing]
     return chosen

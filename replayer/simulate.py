@@ -174,7 +174,12 @@ def fitted_counts(replay: Replay, fit: str) -> npt.NDArray[np.int64]:
         limit = len(steps_without_warmup(other))
         steps = walk(other, 0, limit, order="ascending", dedup=replay.walk.dedup)
         num_events = steps.num_events
-    fitted = steps.step[:num_events] < (limit if fraction is None else math.floor(fraction * limit))
+    fit_steps = limit if fraction is None else math.floor(fraction * limit)
+    if fit_steps == 0:
+        raise UnusableRequest(
+            f"fit {fit!r} of {limit} steps is no step at all; wanted a larger fraction, or --fit same"
+        )
+    fitted = steps.step[:num_events] < fit_steps
     accesses = np.repeat(fitted, np.diff(steps.first_access[: num_events + 1]))
     objects = steps.objects[: steps.first_access[num_events]][accesses]
     return np.bincount(objects, minlength=replay.trace.num_objects).astype(np.int64)

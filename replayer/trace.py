@@ -64,8 +64,8 @@ def read_metadata(path: Path) -> TraceMetadata:
     """
     try:
         file = pq.read_metadata(path)
-    except pa.ArrowInvalid as error:
-        raise MalformedTrace(f"{path}: not a Parquet file ({_first_line(error)}); run: expert-tier ingest") from None
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from None
     return _metadata_of(path, file)
 
 
@@ -104,10 +104,8 @@ def read_trace(path: Path) -> Trace:
         with pq.ParquetFile(path) as file:
             _check_columns(path, file.schema_arrow, arrow_schema(metadata.top_k_observed))
             table = file.read(["event_id", "step_id", "phase", "layer_id", "expert_ids"], use_threads=True)
-    except (pa.ArrowInvalid, pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise MalformedTrace(f"{path}: unreadable Parquet ({_first_line(error)}); ingest the dump again") from None
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from None
     return _trace_of(path, table.combine_chunks(), metadata)
 
 
@@ -123,6 +121,12 @@ def _check_columns(path: Path, schema: pa.Schema, wanted: pa.Schema) -> None:
 def _trace_of(path: Path, table: pa.Table, metadata: TraceMetadata) -> Trace:
     rows = table.num_rows
     counts = metadata.counts
+    for name in table.column_names:
+        column = table.column(name)
+        if column.null_count:
+            raise MalformedTrace(
+                f"{path}: column {name} has {column.null_count} nulls, wanted none; ingest the dump again"
+            )
     if rows != counts.rows:
         raise MalformedTrace(f"{path}: {rows} rows, its metadata says {counts.rows}; ingest the dump again")
     first_object = np.concatenate([[0], np.cumsum(metadata.experts_per_layer, dtype=np.int64)]).astype(np.int64)
@@ -144,7 +148,7 @@ def _trace_of(path: Path, table: pa.Table, metadata: TraceMetadata) -> Trace:
         metadata=metadata,
         event_layer=event_layer.astype(np.int32),
         event_step=_numpy(table, "step_id")[starts].astype(np.int64),
-        event_phase=_phase_codes(table)[starts],
+        event_phase=_phase_codes(path, table)[starts],
         event_first_row=np.append(starts, rows).astype(np.int64),
         expert_ids=np.ascontiguousarray(expert_ids, dtype=np.uint16),
         layer_first_object=first_object,
@@ -163,15 +167,24 @@ def _numpy(table: pa.Table, name: str) -> npt.NDArray[np.generic]:
     return values
 
 
-def _phase_codes(table: pa.Table) -> npt.NDArray[np.int8]:
+def _phase_codes(path: Path, table: pa.Table) -> npt.NDArray[np.int8]:
     # Dictionaries may differ between row groups and files; unify, then map names to our codes.
     column = table.column("phase").unify_dictionaries().combine_chunks()
     column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
     to_code = np.array([PHASE_CODES.get(name, -1) for name in column.dictionary.to_pylist()] or [-1], dtype=np.int8)
     codes: npt.NDArray[np.int8] = to_code[column.indices.to_numpy(zero_copy_only=False)]
     if codes.size and codes.min() < 0:
-        raise MalformedTrace(f"phase outside {', '.join(PHASE_CODES)}; ingest the dump again")
+        raise MalformedTrace(f"{path}: a phase outside {', '.join(PHASE_CODES)}; ingest the dump again")
     return codes
+
+
+def _unreadable(path: Path, error: Exception) -> Exception:
+    # pyarrow raises OSError for damaged content, too; only the operating system's own errors carry a number.
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    return MalformedTrace(
+        f"{path}: not a readable Parquet file ({_first_line(error)}); make one: expert-tier ingest DUMP"
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -117,7 +117,7 @@ ERRORS = [
     (["simulate", "{trace}", "--capacity-experts", "3", "--policy", "static", "--fit", "first:2"], 2, "first:F"),
     (["simulate", "{trace}", "--capacity-experts", "3", "--policy", "static", "--fit", "no.parquet"], 1, "no.parquet"),
     (["simulate", "missing.parquet", "--capacity-experts", "3"], 1, "missing.parquet"),
-    (["simulate", "{dump}", "--capacity-experts", "3"], 1, "not a Parquet file"),
+    (["simulate", "{dump}", "--capacity-experts", "3"], 1, "not a readable Parquet file"),
     ([], 2, "COMMAND"),
     (["dance"], 2, "dance"),
 ]

@@ -194,11 +194,15 @@ def test_the_sensor_registers_the_partition_and_requests_its_run(data):
     drop(data, "a.csv")
     resources = {"data": assets.DataFolderResource(root=str(data.root))}
     with dg.DagsterInstance.get() as instance:
-        first = automation.dumps_folder(dg.build_sensor_context(instance, resources=resources))
-        assert "a.csv" in first.skip_message
-        _, cursor, _ = new_dumps(data, None)
-        second = automation.dumps_folder(dg.build_sensor_context(instance, cursor=cursor, resources=resources))
-    request = second.run_requests[0]
+        context = dg.build_sensor_context(instance, resources=resources)
+        first = automation.dumps_folder(context)
+        # Dagster refuses a result with a cursor once the context was given one.
+        assert not context.cursor_updated
+        assert "a.csv" in first.skip_reason.skip_message
+        context = dg.build_sensor_context(instance, cursor=first.cursor, resources=resources)
+        second = automation.dumps_folder(context)
+        assert not context.cursor_updated
+    (request,) = second.run_requests
     assert request.tags["expert_tier/dump"] == "a.csv"
     assert second.dynamic_partitions_requests[0].partition_keys == [request.partition_key]
     assert json.loads(second.cursor)["a.csv"][1] is True
@@ -216,9 +220,9 @@ def test_the_nightly_schedule_takes_what_is_new_or_made_by_older_versions(data, 
     assert "parsed by version 1, now 2" in next(iter(stale_traces(data))).reason
     resources = {"data": assets.DataFolderResource(root=str(data.root))}
     with dg.DagsterInstance.get() as instance:
-        context = dg.build_schedule_context(instance, resources=resources)
-        requests = list(automation.nightly(context))
-    assert [request.partition_key for request in requests] == [trace_id]
+        context = dg.build_schedule_context(instance, resources=resources, repository_def=defs.get_repository_def())
+        tick = automation.nightly.evaluate_tick(context)
+    assert [request.partition_key for request in tick.run_requests] == [trace_id]
 
 
 def test_results_of_a_trace_that_was_replaced_under_its_id_are_stale(data):

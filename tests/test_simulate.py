@@ -418,14 +418,14 @@ def test_a_fit_counts_one_pass_of_a_warm_pass():
 
 
 def test_a_static_table_may_be_fitted_on_another_trace(tmp_path):
-    other = single_layer(3, 3, 3, 2, 0, 0, phases=["warmup", "warmup", "prefill", "decode", "decode", "decode"])
+    other = single_layer(3, 3, 0, 2, 2, phases=["warmup", "warmup", "prefill", "decode", "decode"])
     path = write_trace(other, tmp_path / "other.parquet")
     trace, one_expert = single_layer(0, 1, 2, 0, 3, expert_bytes=10), [Capacity(experts=1)]
     row = one_row(trace, "static", fit=str(path), capacities=one_expert)
-    assert (row["fit"], row["hits"], row["preload_bytes"]) == (str(path), 2, 10)
-    # Of the other trace's four steps without warm-up the first two: 3 and 2, once each; 2 is lower.
+    assert (row["fit"], row["hits"], row["preload_bytes"]) == (str(path), 1, 10)
+    # floor(0.5 × 3) = 1: of the other trace's steps without warm-up the first, expert 0.
     row = one_row(trace, "static", fit=f"{path}:first:0.5", capacities=one_expert)
-    assert (row["fit"], row["hits"]) == (f"{path}:first:0.5", 1)
+    assert (row["fit"], row["hits"]) == (f"{path}:first:0.5", 2)
 
 
 def test_a_fit_of_another_shape_is_refused_with_both_shapes(tmp_path):
@@ -515,3 +515,17 @@ def test_an_unknown_name_is_refused_with_those_there_are(request_part, message):
 
 def test_a_policy_that_is_not_asked_for_needs_no_fit():
     assert one_row(single_layer(0, 0), "lru", fit="no such file")["hits"] == 1
+
+
+def test_a_static_table_of_all_experts_holds_also_those_that_its_fit_never_saw():
+    trace = make_trace([[[0, 1]], [[0, 2]], [[3, 1]], [[2, 3]]], num_experts=4)
+    replay = prepare(trace, Window(warm_fraction=Fraction("0.5")))
+    (row,) = simulate(
+        replay,
+        names=["static"],
+        scope="layer",
+        semantics=["event_atomic"],
+        capacities=[Capacity(experts=4)],
+        fit="first:0.5",
+    )
+    assert (row["hits"], row["accesses"]) == (4, 4)

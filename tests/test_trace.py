@@ -142,7 +142,7 @@ def test_a_file_with_damaged_pages_is_refused(tmp_path):
     content = bytearray(path.read_bytes())
     content[4:200] = b"\xff" * 196
     path.write_bytes(content)
-    with pytest.raises(MalformedTrace, match=r"tiny\.parquet: unreadable Parquet"):
+    with pytest.raises(MalformedTrace, match=r"tiny\.parquet: not a readable Parquet file"):
         read_trace(path)
 
 
