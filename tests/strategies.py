@@ -6,12 +6,12 @@ picks from them.
 
 from typing import Any
 
-from builders import make_trace
 from hypothesis import strategies as st
 
 from replayer.simulate import Capacity
 from replayer.trace import Trace
 from schemas.columns import PHASES
+from tests.builders import make_trace
 
 MAX_SIZE_BYTES = 4
 

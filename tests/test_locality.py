@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from builders import make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
-from strategies import routing_traces
 
 from pipeline.locality import domain_overlap, events_of_phase, trace_locality
 from replayer.trace import Trace
 from schemas.tables import TABLES
 from schemas.trace import PHASE_CODES
 from schemas.validation import validate_table
+from tests.builders import make_trace
+from tests.strategies import routing_traces
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason=f"real traces are not at {TRACES}")

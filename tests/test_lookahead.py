@@ -11,10 +11,8 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from builders import make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import routing_traces, single_row_traces
 
 from pipeline.locality import trace_locality
 from pipeline.lookahead import Plan, conditional, lookahead_recall, previous_token, score_plan
@@ -23,6 +21,8 @@ from replayer.trace import Trace
 from schemas.columns import PHASES
 from schemas.tables import TABLES
 from schemas.validation import validate_table
+from tests.builders import make_trace
+from tests.strategies import routing_traces, single_row_traces
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason=f"real traces are not at {TRACES}")

@@ -3,17 +3,17 @@
 from itertools import pairwise, product
 
 import numpy as np
-import oracles
 import pytest
-from builders import make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import access_lists, event_lists, routing_traces, single_row_traces
 
 from replayer import policies
 from replayer.simulate import Capacity, layer_quotas, object_sizes
 from replayer.trace import Trace, Walk, steps_without_warmup, walk
 from schemas.columns import ACCESS_ORDERS, DEDUPS, POLICIES, SCOPES, SEMANTICS
+from tests import oracles
+from tests.builders import make_trace
+from tests.strategies import access_lists, event_lists, routing_traces, single_row_traces
 
 ALWAYS_ADMITTING = ("lru", "lfu_always")
 DEMAND_POLICIES = tuple(policy for policy in POLICIES if policy != "static")

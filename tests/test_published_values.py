@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import make_trace, write_trace
 
 from replayer.simulate import Capacity, Replay, Window, prepare, simulate
 from replayer.trace import Trace
+from tests.builders import make_trace, write_trace
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 MIB = 2**20

@@ -9,10 +9,10 @@ from html.parser import HTMLParser
 import duckdb
 import polars as pl
 import pytest
-from test_warehouse import valid_row, write_result
 
 from pipeline.report import curve_png, locality_png, recall_png, render_report, write_report
 from schemas.tables import TABLES
+from tests.test_warehouse import valid_row, write_result
 from warehouse.build import QueryFailed, WarehouseMissing, build_warehouse
 
 TRACE_ID = "tiny-0123456789ab"

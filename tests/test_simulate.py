@@ -4,12 +4,9 @@ from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
-import oracles
 import pytest
-from builders import make_trace, write_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import capacities, routing_traces
 
 from replayer.simulate import (
     Capacity,
@@ -27,6 +24,9 @@ from replayer.trace import MalformedTrace, Trace
 from schemas.columns import DEDUPS, PHASES, POLICIES, SCOPES, SEMANTICS
 from schemas.tables import TABLES
 from schemas.validation import validate_table
+from tests import oracles
+from tests.builders import make_trace, write_trace
+from tests.strategies import capacities, routing_traces
 
 
 def one_row(
@@ -518,7 +518,7 @@ def test_a_policy_that_is_not_asked_for_needs_no_fit():
 
 
 def test_a_static_table_of_all_experts_holds_also_those_that_its_fit_never_saw():
-    trace = make_trace([[[0, 1]], [[0, 2]], [[3, 1]], [[2, 3]]], num_experts=4)
+    trace = make_trace([[[[0, 1]]], [[[0, 2]]], [[[3, 1]]], [[[2, 3]]]], num_experts=4)
     replay = prepare(trace, Window(warm_fraction=Fraction("0.5")))
     (row,) = simulate(
         replay,

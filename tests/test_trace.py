@@ -4,15 +4,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import oracles
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import canonical_table, make_trace, write_trace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import routing_traces
 
 from replayer.trace import (
     MalformedTrace,
@@ -26,6 +23,9 @@ from replayer.trace import (
 from schemas.columns import DEDUPS
 from schemas.trace import METADATA_KEY, PHASE_CODES, TraceMetadata
 from schemas.validation import validate_trace
+from tests import oracles
+from tests.builders import canonical_table, make_trace, write_trace
+from tests.strategies import routing_traces
 
 
 def small_trace(**known) -> Trace:

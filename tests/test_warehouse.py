@@ -11,13 +11,13 @@ from pathlib import Path
 import duckdb
 import polars as pl
 import pytest
-from builders import make_trace, write_trace
 from polars.testing import assert_frame_equal
 
 from schemas.columns import POLICIES
 from schemas.files import publish
 from schemas.tables import TABLES, Table
 from schemas.validation import validate_table
+from tests.builders import make_trace, write_trace
 from warehouse import build
 from warehouse.build import (
     MalformedResult,
