@@ -285,6 +285,26 @@ def test_two_ingests_of_one_dump_at_once_make_one_sound_trace(tmp_path):
         (lambda rows: rows.with_columns(pl.col("step_id") * 2), "step_id"),
         (lambda rows: rows.with_columns(pl.col("expert_ids").arr.eval(pl.element() + 9, as_list=False)), "expert_ids"),
         (lambda rows: rows.with_columns(pl.col("expert_ids").arr.eval(pl.element() // 9, as_list=False)), "twice"),
+        *[
+            (lambda rows, name=name: rows.with_columns(pl.when(pl.col("event_id") != 7).then(name).alias(name)), name)
+            for name in (
+                "event_id",
+                "row_in_event",
+                "step_id",
+                "request_id",
+                "layer_id",
+                "phase",
+                "pass_kind",
+                "expert_ids",
+            )
+        ],
+        (lambda rows: rows.with_columns(pl.lit("decode").cast(pl.Categorical).alias("phase"))[1:], "event_id"),
+        (
+            lambda rows: rows.with_columns(
+                pl.when(pl.col("event_id") == 7).then(pl.lit("decode")).otherwise(pl.lit("unknown")).alias("phase")
+            ).with_columns(pl.col("phase").cast(pl.Categorical), pl.col("event_id").clip(0, 6)),
+            "one step, layer, phase, kind per event",
+        ),
         (lambda rows: rows.drop("request_id"), "request_id"),
         (lambda rows: rows.with_columns(pl.col("request_id").cast(pl.Int64)), "request_id"),
     ],
