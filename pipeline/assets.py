@@ -21,7 +21,7 @@ from pipeline.locality import domain_overlap as measure_domain_overlap
 from pipeline.locality import trace_locality as measure_trace_locality
 from pipeline.lookahead import lookahead_recall as measure_lookahead_recall
 from pipeline.results import check_rows, trace_inputs, trace_row, write_result
-from replayer.trace import Trace, read_metadata, read_trace
+from replayer.trace import Trace, read_metadata, read_trace, trace_parts
 from schemas.columns import COLUMNS
 from schemas.files import ENVIRONMENT_VARIABLE, DataFolder
 from schemas.tables import TABLES
@@ -91,7 +91,7 @@ def routing(context: dg.AssetExecutionContext, data: DataFolderResource) -> Iter
 
 def _checked_trace(file: Path, metadata: TraceMetadata) -> dg.AssetCheckResult:
     try:
-        validate_trace(pl.scan_parquet(file, glob=False), metadata)
+        validate_trace(trace_parts(file), metadata)
     except ContractViolation as error:
         return dg.AssetCheckResult(passed=False, check_name=SCHEMA_CHECK, metadata={"failures": str(error)})
     return dg.AssetCheckResult(passed=True, check_name=SCHEMA_CHECK, metadata={"rows": metadata.counts.rows})

@@ -20,14 +20,13 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from pipeline.dumps import sniff
 from pipeline.dumps.blocks import DumpFile, MalformedDump, ParsedDump, RowBlock
-from replayer.trace import MAX_OBJECTS, MalformedTrace, read_metadata
+from replayer.trace import MAX_OBJECTS, MalformedTrace, read_metadata, trace_parts
 from schemas.columns import PASS_KINDS, PHASES
 from schemas.files import DataFolder, publish, remove_stale
 from schemas.trace import (
@@ -177,7 +176,7 @@ def ingest(path: Path, data: DataFolder, user: UserMetadata, *, trace_id: str | 
         with publish(target, claim=claim) as temporary:
             source = (path, source_sha256)
             metadata = _write(dump, temporary, source, user, trace_id, supersedes, data.traces)
-            validate_trace(pl.scan_parquet(temporary, glob=False), metadata)
+            validate_trace(trace_parts(temporary), metadata)
             dump.check_unchanged()
     return Ingested(metadata, target, is_new=True)
 

@@ -7,12 +7,14 @@ Letters: N events, R rows, K experts per row, A accesses. An *object* is a (laye
 `layer_first_object[layer] + expert`, where layer is the ordinal among the trace's MoE layers.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numba
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
@@ -107,6 +109,22 @@ def read_trace(path: Path) -> Trace:
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from None
     return _trace_of(path, table.combine_chunks(), metadata)
+
+
+def trace_parts(path: Path) -> Iterator[pl.DataFrame]:
+    """The rows of a canonical trace, all columns, one row group (whole steps) after the other.
+
+    Raises:
+        MalformedTrace: the file is no readable Parquet. OSError: it cannot be read.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                frame = pl.from_arrow(file.read_row_group(group))
+                assert isinstance(frame, pl.DataFrame), "a table is a frame"
+                yield frame
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from None
 
 
 def _check_columns(path: Path, schema: pa.Schema, wanted: pa.Schema) -> None:

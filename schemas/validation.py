@@ -1,8 +1,10 @@
 """pandera schemas made from the definitions, and the two functions that apply them.
 
-Data checks really run: result tables are validated as eager frames, a canonical trace as a LazyFrame under
-SCHEMA_AND_DATA (at pandera's default depth a LazyFrame's values are never looked at).
+Data checks really run: everything is validated as an eager frame under SCHEMA_AND_DATA (at pandera's default depth a
+LazyFrame's values are never looked at), a canonical trace row group by row group.
 """
+
+from collections.abc import Iterable
 
 import numpy as np
 import pandera.polars as pa
@@ -99,11 +101,12 @@ def _enum_column(values: tuple[str, ...], description: str) -> pa.Column:
     return pa.Column(pl.Categorical, check, nullable=True, description=description)
 
 
-def trace_schema(metadata: TraceMetadata) -> pa.DataFrameSchema:
-    """The pandera schema of a canonical trace with this metadata.
+def trace_schema(metadata: TraceMetadata, *, from_start: bool = True) -> pa.DataFrameSchema:
+    """The pandera schema of a canonical trace with this metadata, or of a later part of one.
 
-    Order and density are checked on neighbouring rows, so that no pass over the data needs a hash of it. Every check
-    is a pass over its columns: null is refused by the checks of the values, where a column has one.
+    Order and density are checked on neighbouring rows, so that no pass over the data needs a hash of it; the first row
+    must be the trace's first if `from_start`. Every check is a pass over its columns: null is refused by the checks of
+    the values, where a column has one.
     """
     experts = dict(zip(metadata.moe_layer_ids, metadata.experts_per_layer, strict=True))
 
@@ -121,7 +124,8 @@ def trace_schema(metadata: TraceMetadata) -> pa.DataFrameSchema:
         for name in ("step_id", "layer_id", "phase", "pass_kind"):
             same_event &= pl.col(name).to_physical() == pl.col(name).to_physical().shift(1)
         next_event = (event == event.shift(1) + 1) & (row == 0) & (step - step.shift(1)).is_between(0, 1)
-        first = event.shift(1).is_null() & (event == 0) & (row == 0) & (step == 0)
+        is_first = pl.int_range(pl.len()) == 0
+        first = is_first & (event == 0) & (row == 0) & (step == 0) if from_start else is_first
         return data.lazyframe.select((same_event | next_event | first).fill_null(value=False).alias("event_id"))
 
     enum_columns = {
@@ -173,17 +177,26 @@ def _highest_if_all_differ(rows: pl.Series) -> pl.Series:
     return highest.set(pl.Series(repeated) | rows.is_null(), None)
 
 
-def validate_trace(trace: pl.LazyFrame, metadata: TraceMetadata) -> None:
-    """Checks every value of a canonical trace, streaming, in bounded memory.
+def validate_trace(parts: Iterable[pl.DataFrame], metadata: TraceMetadata) -> None:
+    """Checks every value of a canonical trace, part after part in order, so that memory is bounded by one part.
 
     Raises:
         ContractViolation: the trace does not keep the contract.
     """
-    try:
-        with config_context(validation_depth=ValidationDepth.SCHEMA_AND_DATA):
-            trace_schema(metadata).validate(trace, lazy=True)
-    except SchemaErrors as error:
-        raise ContractViolation(_describe(f"trace {metadata.trace_id}", error)) from None
+    last_row: pl.DataFrame | None = None
+    rows = 0
+    for part in parts:
+        rows += part.height
+        # Neighbours are compared, so each part but the first starts with the last row of the one before.
+        joined = part if last_row is None else pl.concat([last_row, part], how="vertical_relaxed")
+        try:
+            with config_context(validation_depth=ValidationDepth.SCHEMA_AND_DATA):
+                trace_schema(metadata, from_start=last_row is None).validate(joined, lazy=True)
+        except SchemaErrors as error:
+            raise ContractViolation(_describe(f"trace {metadata.trace_id}", error)) from None
+        last_row = part.tail(1)
+    if rows != metadata.counts.rows:
+        raise ContractViolation(f"trace {metadata.trace_id}: {rows} rows, its metadata says {metadata.counts.rows}")
 
 
 def _describe(what: str, errors: SchemaErrors) -> str:

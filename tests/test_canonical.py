@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from pipeline import canonical
 from pipeline.canonical import MalformedDump, ingest, inspect, type_passes
-from replayer.trace import MalformedTrace, read_metadata, read_trace
+from replayer.trace import MalformedTrace, read_metadata, read_trace, trace_parts
 from schemas.columns import PASS_KINDS
 from schemas.files import DataFolder, publish, remove_stale
 from schemas.trace import METADATA_KEY, UserMetadata
@@ -313,9 +313,9 @@ def test_every_broken_trace_fails_its_schema(tmp_path, break_it, named):
     (tmp_path / "a.npz").write_bytes(npz_dump(ROUTES, {"num_experts": 16}))
     found = ingest(tmp_path / "a.npz", DataFolder(tmp_path / "data"), NOBODY)
     rows = pl.read_parquet(found.path)
-    validate_trace(rows.lazy(), found.metadata)
+    validate_trace([rows], found.metadata)
     with pytest.raises(ContractViolation, match=named):
-        validate_trace(break_it(rows).lazy(), found.metadata)
+        validate_trace([break_it(rows)], found.metadata)
 
 
 def test_a_parquet_of_somebody_else_is_no_trace(tmp_path):
@@ -374,3 +374,15 @@ def test_stale_temporaries_of_dead_writers_are_removed(tmp_path):
     os.utime(leftover, (time.time(), time.time()))
     assert remove_stale(tmp_path) == [leftover]
     assert not leftover.exists()
+
+
+def test_parts_of_a_trace_must_follow_each_other_and_add_up(tmp_path):
+    (tmp_path / "a.npz").write_bytes(npz_dump(ROUTES))
+    found = ingest(tmp_path / "a.npz", DataFolder(tmp_path / "data"), NOBODY)
+    rows = pl.read_parquet(found.path)
+    validate_trace([rows[:90], rows[90:]], found.metadata)
+    validate_trace(trace_parts(found.path), found.metadata)
+    with pytest.raises(ContractViolation, match="event_id"):
+        validate_trace([rows[:90], rows[93:]], found.metadata)
+    with pytest.raises(ContractViolation, match="its metadata says 180"):
+        validate_trace([rows[:90]], found.metadata)
