@@ -14,7 +14,8 @@ from pipeline.results import stale_traces
 from schemas.files import DataFolder
 
 MAX_NEW_PER_TICK = 20
-"""Dumps hashed per tick, so that a tick ends in time however many were dropped at once."""
+MAX_BYTES_PER_TICK = 10 * 2**30
+"""Dumps and bytes hashed per tick (one dump at least), so that a tick ends within the 60 s that Dagster gives it."""
 
 per_trace_job = dg.define_asset_job(
     "per_trace", selection=dg.AssetSelection.assets(*PER_TRACE), partitions_def=TRACES,
@@ -30,6 +31,7 @@ def new_dumps(folder: DataFolder, cursor: str | None) -> tuple[list[tuple[str, s
     seen: dict[str, list[object]] = json.loads(cursor) if cursor else {}
     now: dict[str, list[object]] = {}
     found: list[tuple[str, str]] = []
+    hashed_bytes = 0
     waiting: list[str] = []
     for path in sorted(folder.dumps.iterdir()) if folder.dumps.is_dir() else ():
         if not is_dump(path):
@@ -41,12 +43,16 @@ def new_dumps(folder: DataFolder, cursor: str | None) -> tuple[list[tuple[str, s
         if before is None or before[0] != state:
             now[path.name] = [state, False]
             waiting.append(path.name)
-        elif before[1] or len(found) >= MAX_NEW_PER_TICK:
+        elif before[1] or len(found) >= MAX_NEW_PER_TICK or hashed_bytes >= MAX_BYTES_PER_TICK:
             now[path.name] = before
         else:
             now[path.name] = [state, True]
+            hashed_bytes += path.stat().st_size
             try:
-                found.append((trace_id_for(path, folder, read_user_metadata(path)), path.name))
+                trace_id = trace_id_for(path, folder, read_user_metadata(path))
+                # Ids end in the hash: the same dump under two names in one tick is still one trace.
+                if not any(other.rsplit("-")[-1] == trace_id.rsplit("-")[-1] for other, _ in found):
+                    found.append((trace_id, path.name))
             except (ValueError, OSError) as error:
                 waiting.append(f"{path.name}: {error}")
     return found, json.dumps(now), waiting

@@ -5,25 +5,34 @@ are simulated: nothing is measured, and nothing is shown that a table does not h
 reaches the page through Jinja's autoescaping only, and no plot holds any of it.
 """
 
-import contextlib
-import io
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import polars as pl
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter
 
+from pipeline.plots import (
+    COLOURS,
+    PAGE_PLOT_INCHES,
+    SMALL_PLOT_INCHES,
+    Line,
+    LineStyle,
+    Plots,
+    draw_lines,
+    drawing,
+    png,
+    show_capacities,
+    show_depths,
+    show_layers,
+)
 from schemas.columns import COLUMNS
 from schemas.files import DataFolder, publish, remove_stale
 from schemas.tables import CONTRACT
@@ -66,20 +75,6 @@ UNKNOWN_FACTS = {
     "phase": "the phase of some rows (prefill or decode)",
 }
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart: on white, and lifted for a dark page.
-COLOURS = {
-    "blue": ("#0072b2", "#56b4e9"),
-    "vermillion": ("#d55e00", "#ff8a3d"),
-    "orange": ("#e69f00", "#f0b840"),
-    "green": ("#009e73", "#2fc79b"),
-    "purple": ("#cc79a7", "#e6a3c8"),
-    "sky": ("#56b4e9", "#a5d8f7"),
-    "ink": ("#1b1f23", "#e8eaed"),
-    "muted": ("#5c6570", "#a2abb5"),
-    "grid": ("#dde1e6", "#3a4048"),
-}
-LineStyle = tuple[str, str, str]
-"""Colour, dashes, marker. Colour is never the only difference."""
 POLICY_STYLES: dict[str, LineStyle] = {
     "lru": ("blue", "-", "o"),
     "lfu_gated": ("vermillion", "-", "s"),
@@ -96,40 +91,8 @@ OTHER_STYLES: tuple[LineStyle, ...] = (
     ("blue", "--", "D"),
 )
 WIDTH_STYLES: tuple[LineStyle, ...] = (("blue", "-", "o"), ("vermillion", "-", "s"), ("green", "-", "D"))
-_DASHES = {"-": "", "--": "6 4", ":": "2 3"}
 _ORDER_WORDS = {1: "above", 0: "level with", -1: "below"}
-_SMALLEST_LOG_RANGE = 12
 _WINDOW_NAMES = {1: "W₁", 8: "W₈", 64: "W₆₄"}
-_PLOT_SETTINGS = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "expert-tier",
-    "text.parse_math": False,
-    "font.size": 9,
-    "font.family": "sans-serif",
-    "text.color": COLOURS["ink"][0],
-    "axes.edgecolor": COLOURS["muted"][0],
-    "axes.labelcolor": COLOURS["muted"][0],
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": COLOURS["grid"][0],
-    "grid.linewidth": 0.8,
-    "xtick.color": COLOURS["muted"][0],
-    "ytick.color": COLOURS["muted"][0],
-    "ytick.left": False,
-    "lines.linewidth": 1.5,
-    "lines.markersize": 3.8,
-    "legend.frameon": False,
-    "legend.fontsize": 7.5,
-    "legend.handlelength": 2.4,
-}
-_PAGE_PLOT_INCHES = (4.7, 3.3)
-_SMALL_PLOT_INCHES = (4.8, 3.0)
 
 
 def write_report(data_dir: Path) -> Path:
@@ -153,7 +116,7 @@ def render_report(tables: dict[str, pl.DataFrame]) -> str:
     traces = tables["trace"].sort("trace_id").to_dicts()
     trace_ids = {trace["trace_id"] for trace in traces}
     newer = {trace["supersedes"]: trace["trace_id"] for trace in traces if trace["supersedes"] is not None}
-    plots = _Plots()
+    plots = Plots()
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -174,38 +137,38 @@ def render_report(tables: dict[str, pl.DataFrame]) -> str:
 
 def curve_png(curve: pl.DataFrame) -> bytes:
     """480 × 300 pixels of rows of `miss_ratio_curve`: hit rate by capacity under the first contract among them."""
-    with _drawing(_SMALL_PLOT_INCHES) as (figure, axes):
+    with drawing(SMALL_PLOT_INCHES) as (figure, axes):
         for shared, rows in _contracts(curve.to_dicts())[:1]:
             semantics, panel = _by_semantics(rows)[0]
-            _draw_lines(axes, _policy_lines(panel, _policy_styles(rows)))
+            draw_lines(axes, _policy_lines(panel, _policy_styles(rows)))
             _show_capacities(axes, panel, pool_experts=None)
             axes.set_title(f"simulated, scope {shared['scope']}, {SEMANTICS_LABELS.get(semantics, semantics)}")
             axes.set_ylabel("hit rate")
             axes.legend(loc="lower right", ncols=2)
-        return _png(figure)
+        return png(figure)
 
 
 def recall_png(recall: pl.DataFrame) -> bytes:
     """480 × 300 pixels of rows of `lookahead_recall`: recall by layers ahead, over all layers."""
-    with _drawing(_SMALL_PLOT_INCHES) as (figure, axes):
+    with drawing(SMALL_PLOT_INCHES) as (figure, axes):
         lines = _recall_lines(_totals(recall.to_dicts()))
         if lines:
-            _draw_lines(axes, lines)
-            _show_depths(axes)
+            draw_lines(axes, lines)
+            show_depths(axes)
             axes.set_ylabel("recall")
             axes.legend(loc="best", ncols=2)
         axes.set_title("simulated lookahead recall, all layers")
-        return _png(figure)
+        return png(figure)
 
 
 def locality_png(locality: pl.DataFrame) -> bytes:
     """480 × 300 pixels of rows of `trace_locality`: reuse beside its nulls, over all layers."""
-    with _drawing(_SMALL_PLOT_INCHES) as (figure, axes):
+    with drawing(SMALL_PLOT_INCHES) as (figure, axes):
         for total in _totals(locality.to_dicts())[:1]:
             _draw_reuse(axes, total)
             axes.legend(loc="upper left")
         axes.set_title("reuse of experts, all layers")
-        return _png(figure)
+        return png(figure)
 
 
 @dataclass(frozen=True)
@@ -226,29 +189,6 @@ class Grid:
     caption: str
     head: list[list[Cell]]
     rows: list[list[Cell]]
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a plot. `detail` stands in the page's legend only: it may be a user's text."""
-
-    label: str
-    style: LineStyle
-    x: list[float]
-    y: list[float]
-    detail: str = ""
-
-    @property
-    def colour(self) -> str:
-        return self.style[0]
-
-    @property
-    def dashes(self) -> str:
-        return _DASHES[self.style[1]]
-
-    @property
-    def marker(self) -> str:
-        return self.style[2]
 
 
 @dataclass(frozen=True)
@@ -290,7 +230,7 @@ def _rows_of(tables: dict[str, pl.DataFrame], trace_id: str) -> dict[str, list[R
     return {name: frame.filter(pl.col("trace_id") == trace_id).to_dicts() for name, frame in tables.items()}
 
 
-def _section(anchor: str, trace: Row, rows: dict[str, list[Row]], newer: str | None, plots: "_Plots") -> Section:
+def _section(anchor: str, trace: Row, rows: dict[str, list[Row]], newer: str | None, plots: Plots) -> Section:
     hit_rates, locality = rows["hit_rate"], rows["trace_locality"]
     trace_id = trace["trace_id"]
     return Section(
@@ -399,7 +339,7 @@ def _overview(trace: Row, hit_rates: Sequence[Row], locality: Sequence[Row]) -> 
     ]
 
 
-def _policy_blocks(trace: Row, curve: Sequence[Row], hit_rates: Sequence[Row], plots: "_Plots") -> list[Block]:
+def _policy_blocks(trace: Row, curve: Sequence[Row], hit_rates: Sequence[Row], plots: Plots) -> list[Block]:
     curves = {tuple(shared.items()): rows for shared, rows in _contracts(curve)}
     points = {tuple(shared.items()): rows for shared, rows in _contracts(hit_rates)}
     blocks = []
@@ -700,15 +640,15 @@ def _contract_text(shared: Row, rows: Sequence[Row]) -> str:
     return "; ".join(parts) + "."
 
 
-def _curve_picture(trace: Row, shared: Row, rows: Sequence[Row], plots: "_Plots") -> Picture:
+def _curve_picture(trace: Row, shared: Row, rows: Sequence[Row], plots: Plots) -> Picture:
     panels = _by_semantics(rows)
     styles = _policy_styles(rows)
     drawn = []
     for semantics, panel in panels:
         label = SEMANTICS_LABELS.get(semantics, semantics)
         lines = _policy_lines(panel, styles)
-        with _drawing(_PAGE_PLOT_INCHES) as (figure, axes):
-            _draw_lines(axes, lines)
+        with drawing(PAGE_PLOT_INCHES) as (figure, axes):
+            draw_lines(axes, lines)
             _show_capacities(axes, panel, pool_experts=trace["pool_experts"])
             axes.set_title(label)
             axes.set_ylabel("hit rate")
@@ -756,7 +696,7 @@ def _policy_lines(rows: Sequence[Row], styles: dict[tuple[str, str | None], Line
     return lines
 
 
-def _locality_blocks(trace: Row, rows: Sequence[Row], plots: "_Plots") -> list[Block]:
+def _locality_blocks(trace: Row, rows: Sequence[Row], plots: Plots) -> list[Block]:
     blocks = []
     for total in _totals(rows):
         layers = sorted(
@@ -801,8 +741,8 @@ def _locality_findings(total: Row) -> list[str]:
     return findings
 
 
-def _locality_picture(trace: Row, total: Row, layers: Sequence[Row], plots: "_Plots") -> Picture:
-    with _drawing(_PAGE_PLOT_INCHES) as (figure, axes):
+def _locality_picture(trace: Row, total: Row, layers: Sequence[Row], plots: Plots) -> Picture:
+    with drawing(PAGE_PLOT_INCHES) as (figure, axes):
         bars = _draw_reuse(axes, total)
         axes.set_title("reuse within the last 1, 8, 64 tokens")
         drawn = [plots.svg(figure, "Reuse of experts, all layers", _described(bars, "over 64 tokens"))]
@@ -816,9 +756,9 @@ def _locality_picture(trace: Row, total: Row, layers: Sequence[Row], plots: "_Pl
             )
             for scored in [[row for row in layers if row[name] is not None]]
         ]
-        with _drawing(_PAGE_PLOT_INCHES) as (figure, axes):
-            _draw_lines(axes, lines)
-            _show_layers(axes)
+        with drawing(PAGE_PLOT_INCHES) as (figure, axes):
+            draw_lines(axes, lines)
+            show_layers(axes)
             axes.set_title("reuse of the token before, by layer")
             drawn.append(
                 plots.svg(figure, "Reuse of the token before, by layer", _described(lines, "in the last layer"))
@@ -865,7 +805,7 @@ def _skew_grid(total: Row) -> Grid:
     )
 
 
-def _lookahead_blocks(trace: Row, rows: Sequence[Row], plots: "_Plots") -> list[Block]:
+def _lookahead_blocks(trace: Row, rows: Sequence[Row], plots: Plots) -> list[Block]:
     blocks = []
     for phase in sorted({row["phase"] for row in _totals(rows)}):
         of_phase = [row for row in rows if row["phase"] == phase]
@@ -958,20 +898,20 @@ def _recall_lines(totals: Sequence[Row]) -> list[Line]:
     return lines
 
 
-def _recall_picture(trace: Row, rows: Sequence[Row], totals: Sequence[Row], plots: "_Plots") -> Picture:
+def _recall_picture(trace: Row, rows: Sequence[Row], totals: Sequence[Row], plots: Plots) -> Picture:
     lines = _recall_lines(totals)
-    with _drawing(_PAGE_PLOT_INCHES) as (figure, axes):
-        _draw_lines(axes, lines)
-        _show_depths(axes)
+    with drawing(PAGE_PLOT_INCHES) as (figure, axes):
+        draw_lines(axes, lines)
+        show_depths(axes)
         axes.set_ylabel("recall over all events")
         axes.set_title("all layers")
         drawn = [plots.svg(figure, "Lookahead recall by layers ahead", _described(lines, "at the largest distance"))]
     nearest = [run[0] for run in _predictions(totals)]
     by_layer = [line for line in (_recall_of_layers(row, rows, lines) for row in nearest) if len(line.x) > 1]
     if by_layer:
-        with _drawing(_PAGE_PLOT_INCHES) as (figure, axes):
-            _draw_lines(axes, by_layer)
-            _show_layers(axes)
+        with drawing(PAGE_PLOT_INCHES) as (figure, axes):
+            draw_lines(axes, by_layer)
+            show_layers(axes)
             axes.set_title("by target layer, at the nearest distance")
             drawn.append(plots.svg(figure, "Lookahead recall by layer", _described(by_layer, "in the last layer")))
     caption = (
@@ -1139,72 +1079,18 @@ def _middle(values: Sequence[int]) -> int:
     return values[(len(values) - 1) // 2]
 
 
-@contextlib.contextmanager
-def _drawing(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
-    with mpl.rc_context(_PLOT_SETTINGS):  # type: ignore[arg-type]
-        figure = Figure(figsize=inches, layout="constrained")
-        axes = figure.subplots()
-        axes.set_ylim(0, 1)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
-        yield figure, axes
-
-
-def _draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
-    for line in lines:
-        colour, dashes, marker = line.style
-        axes.plot(
-            line.x, line.y, color=COLOURS[colour][0], linestyle=dashes, marker=marker or None, label=line.label,
-            clip_on=False, zorder=3,
-        )  # fmt: skip
-
-
 def _show_capacities(axes: Axes, rows: Sequence[Row], *, pool_experts: int | None) -> None:
-    """Capacities in use as ticks, as many as fit; logarithmic where they span more than a decade or so."""
-    capacities = _capacities(rows)
     in_experts = rows[0]["capacity_experts_total"] is not None
-    if capacities[0] > 0 and capacities[-1] / capacities[0] >= _SMALLEST_LOG_RANGE:
-        axes.set_xscale("log")
-    else:
-        axes.set_xlim(left=0, right=capacities[-1] or 1)
-    axes.xaxis.set_major_locator(FixedLocator(_spread(axes, capacities)))
-    axes.xaxis.set_minor_locator(NullLocator())
 
-    def named(capacity: float, _: int | None = None) -> str:
+    def named(capacity: float) -> str:
         if not in_experts:
             return _size(capacity)
         share = f"\n{100 * capacity / pool_experts:.0f} %" if pool_experts else ""
         return f"{capacity:,.0f}{share}"
 
-    axes.xaxis.set_major_formatter(FuncFormatter(named))
     share = ", % of all" if in_experts and pool_experts else ""
-    axes.set_xlabel(f"capacity: experts over all layers{share}" if in_experts else "capacity over all layers")
-
-
-def _spread(axes: Axes, values: Sequence[int], *, gap: float = 0.15) -> list[int]:
-    """Some of the values, so that neighbours lie at least `gap` of the axis apart; the ends are kept."""
-    low, high = values[0], values[-1]
-    place = axes.xaxis.get_transform().transform
-    start, end = place([low, high]) if high > low else (0.0, 1.0)
-    chosen = [low]
-    for value in values[1:]:
-        from_last, to_end = (
-            (place([a])[0] - place([b])[0]) / (end - start) for a, b in ((value, chosen[-1]), (high, value))
-        )
-        if value == high or (from_last >= gap and to_end >= gap):
-            chosen.append(value)
-    return chosen
-
-
-def _show_depths(axes: Axes) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    axes.margins(x=0.04)
-    axes.set_xlabel("layers ahead")
-
-
-def _show_layers(axes: Axes) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    axes.margins(x=0.02)
-    axes.set_xlabel("layer")
+    label = f"capacity: experts over all layers{share}" if in_experts else "capacity over all layers"
+    show_capacities(axes, _capacities(rows), name=named, label=label)
 
 
 def _draw_reuse(axes: Axes, total: Row) -> list[Line]:
@@ -1237,41 +1123,3 @@ def _described(lines: Sequence[Line], end: str) -> str:
     return " ".join(
         f"{line.label}: from {100 * line.y[0]:.1f} % to {100 * line.y[-1]:.1f} % {end}." for line in lines if line.y
     )
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
-
-
-class _Plots:
-    """Turns figures into inline SVG, each with ids of its own."""
-
-    def __init__(self) -> None:
-        self._number = 0
-
-    def svg(self, figure: Figure, title: str, description: str) -> Markup:
-        """The figure as an `<svg>` that follows the page's colours and width; titles are escaped here."""
-        self._number += 1
-        prefix = f"plot{self._number}"
-        buffer = io.StringIO()
-        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(buffer, format="svg", metadata=no_metadata, transparent=True)
-        svg = buffer.getvalue()
-        svg = svg[svg.index("<svg") :]
-        svg = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-        svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
-        for name, (light, _) in COLOURS.items():
-            svg = svg.replace(light, f"var(--{name})")
-        body = svg[svg.index(">") + 1 :]
-        view = re.search(r'viewBox="[\d. ]+"', svg[: svg.index(">")])
-        if view is None:
-            raise RuntimeError("matplotlib wrote an SVG without a viewBox")
-        # Safe: matplotlib escapes what it draws, and titles are escaped here.
-        return Markup(  # noqa: S704
-            f'<svg class="plot" {view.group()} role="img" aria-labelledby="{prefix}-title {prefix}-desc" '
-            'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
-            f'<title id="{prefix}-title">{escape(title)}</title><desc id="{prefix}-desc">{escape(description)}</desc>'
-            f"{body}"
-        )

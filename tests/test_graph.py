@@ -232,3 +232,10 @@ def test_results_of_a_trace_that_was_replaced_under_its_id_are_stale(data):
     data.trace_file("mine").unlink()
     ingest(drop(data, "a.csv", seed=5), data, UserMetadata(), trace_id="mine")
     assert "another state of the trace" in next(iter(stale_traces(data))).reason
+
+
+def test_the_same_dump_under_two_names_is_one_partition(data):
+    drop(data, "a.csv")
+    drop(data, "b.csv")
+    _, cursor, _ = new_dumps(data, None)
+    assert [name for _, name in new_dumps(data, cursor)[0]] == ["a.csv"]
