@@ -235,7 +235,7 @@ def test_fallbacks_layer_by_layer_and_partial_sweeps_are_typed(tmp_path, kind):
 def test_speculative_dump_in_small_batches_gives_the_same_trace(tmp_path, monkeypatch):
     content, _ = speculative_dump(4, 32, 4, PROSE)
     whole = rows_of(ingested(tmp_path, "a.jsonl", content))
-    monkeypatch.setattr("pipeline.dumps.jsonl.MAX_LINE_BYTES", 2048)
+    monkeypatch.setattr("pipeline.dumps.jsonl.BLOCK_BYTES", 2048)
     monkeypatch.setattr("pipeline.dumps.jsonl.ROWS_PER_BLOCK", 64)
     (tmp_path / "again").mkdir()
     assert rows_of(ingested(tmp_path / "again", "a.jsonl", content)).equals(whole)

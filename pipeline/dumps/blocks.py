@@ -125,7 +125,10 @@ class DumpFile:
         return self._file
 
     def stream(self) -> io.BufferedReader:
-        """The content from the start, decompressed if the file is gzip; truncation raises MalformedDump."""
+        """The content from the start, decompressed if the file is gzip; truncation raises MalformedDump.
+
+        All streams share one file position: a new one ends the one before.
+        """
         inner = gzip.GzipFile(fileobj=self.raw) if self.is_gzip else self.raw
         return io.BufferedReader(_Source(inner, self.path), 1024 * 1024)
 
@@ -191,7 +194,10 @@ def first_bad_line(dump: DumpFile, fault_of: Callable[[bytes], str | None], *, s
             last = not stream.peek(1)
             hint = "; it is the last line: the dump is truncated, copy or record it again" if last else ""
             return MalformedDump(f"{dump.path}, line {number}: {fault}{hint}")
-    return MalformedDump(f"{dump.path}: unreadable, though each of its {number} lines reads well alone")
+    return MalformedDump(
+        f"{dump.path}: unreadable, though each of its {number} lines reads well alone; is one of them far longer than "
+        "the first?"
+    )
 
 
 def json_fault(line: bytes, fault_of: Callable[[object], str | None]) -> str | None:

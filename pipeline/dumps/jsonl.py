@@ -29,6 +29,7 @@ from schemas.trace import PHASE_CODES
 
 LAYER_KEYS = ("layer", "layer_id")
 EXPERT_KEYS = ("experts", "expert_ids", "indices", "ids", "topk_ids")
+BLOCK_BYTES = 4 * 1024 * 1024
 ITERATION_KEYS = ("iteration", "iter", "step")
 
 
@@ -273,10 +274,11 @@ def _first_object(dump: DumpFile) -> dict[str, Any]:
 
 def _batches(dump: DumpFile, schema: pa.Schema, fault: Callable[[object], str | None]) -> Iterator[pa.RecordBatch]:
     """The file's records, only the columns of `schema`; any line that does not fit raises with its number."""
+    block_bytes = _block_bytes(dump)
     try:
         reader = pajson.open_json(
             pa.PythonFile(dump.stream(), mode="r"),
-            read_options=pajson.ReadOptions(block_size=MAX_LINE_BYTES),
+            read_options=pajson.ReadOptions(block_size=block_bytes),
             parse_options=pajson.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
         )
         for batch in reader:
@@ -284,6 +286,12 @@ def _batches(dump: DumpFile, schema: pa.Schema, fault: Callable[[object], str | 
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         bad = first_bad_line(dump, lambda line: json_fault(line, fault))
         raise bad from error
+
+
+def _block_bytes(dump: DumpFile) -> int:
+    # Several blocks are read ahead, so they bound memory; a line must fit into one.
+    first_line = len(dump.stream().readline(MAX_LINE_BYTES))
+    return min(MAX_LINE_BYTES, max(BLOCK_BYTES, 8 * first_line))
 
 
 def _uniform(lists: pa.ListArray, length: int) -> bool:

@@ -30,7 +30,7 @@ _TYPES = {
     "turn": pa.int64(), "phase": pa.int8(), "step": pa.int64(), "layer": pa.int32(), "slot": pa.int32(),
     "expert": pa.int32(), "weight": pa.float32(), "residency": pa.int8(),
 }  # fmt: skip
-_BLOCK_BYTES = 8 * 1024 * 1024
+_BLOCK_BYTES = 4 * 1024 * 1024
 _PAIR = re.compile(r"([a-z_]+)=(\S+)")
 _MAX_PREAMBLE_LINES = 100_000
 
