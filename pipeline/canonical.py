@@ -351,9 +351,6 @@ def _padded(array: npt.NDArray[Any], shape: tuple[int, ...], value: int) -> npt.
     return larger
 
 
-_REPEATED = 1
-
-
 @numba.njit(cache=True, nogil=True)
 def _scan(layer, expert_ids, counted, last_row, counts, rows, window_start, longest_window, changes, hashes, first_ids):  # type: ignore[no-untyped-def]
     """One pass over a block's rows in recorded order; returns (row with a repeated id or −1, ascending rows).
@@ -453,7 +450,6 @@ class _Canonical:
         self.weight_rows = self.descending_rows = 0
         self.weight_sums: tuple[float, float] | None = None
         self.seen_in = np.full(65536, -1, dtype=np.int64)
-        self.has_position = False
 
     # Walking
 
@@ -682,7 +678,6 @@ class _Canonical:
         decoded = ~prefill & ~warmup
         accepted = decoded & (numbered.pass_kind == PASS_KIND_CODES["spec_accept"])
         self.accepted += sum(_distinct_pairs(block.step[rows], block.request[rows]) for rows in (decoded, accepted))
-        self.has_position |= block.position is not None
 
     # Writing
 
