@@ -12,7 +12,7 @@ import dagster as dg
 import polars as pl
 
 from pipeline import report as report_module
-from pipeline.canonical import PARSER_VERSION, ingest, read_user_metadata, trace_id_for
+from pipeline.canonical import PARSER_VERSION, ingest, read_stored, read_user_metadata, trace_id_for
 from pipeline.checks import SCHEMA_CHECK, schema_check_result, schema_check_specs
 from pipeline.dumps.blocks import MalformedDump
 from pipeline.hit_rates import hit_rate as simulate_hit_rate
@@ -50,7 +50,7 @@ def dump_of(data: DataFolder, trace_id: str) -> Path:
         MalformedDump: there is none.
     """
     if data.trace_file(trace_id).exists():
-        source = read_metadata(data.trace_file(trace_id)).source
+        source = read_stored(data, trace_id).source
         path = Path(source.folder) / source.file
         if path.is_file():
             return path
@@ -76,7 +76,7 @@ def routing(context: dg.AssetExecutionContext, data: DataFolderResource) -> Iter
     """Ingests the partition's dump unless its trace is there already."""
     folder, trace_id = data.folder, context.partition_key
     file = folder.trace_file(trace_id)
-    if not file.exists() or read_metadata(file).parser_version < PARSER_VERSION:
+    if not file.exists() or read_stored(folder, trace_id).parser_version < PARSER_VERSION:
         named = context.run_tags.get(DUMP_TAG)
         try:
             dump = folder.dumps / Path(named).name if named else dump_of(folder, trace_id)
@@ -84,7 +84,7 @@ def routing(context: dg.AssetExecutionContext, data: DataFolderResource) -> Iter
         except (ValueError, OSError) as error:
             # The reader of the run page needs the sentence, not where in our code it was raised.
             raise dg.Failure(description=str(error), allow_retries=False) from None
-    metadata = read_metadata(file)
+    metadata = read_stored(folder, trace_id)
     yield _checked_trace(file, metadata)
     yield dg.MaterializeResult(metadata=_trace_metadata(file, metadata))
 
@@ -153,7 +153,7 @@ def _written(
     result = schema_check_result(frame, table)
     yield result
     if not result.passed:
-        return
+        raise dg.Failure(description=str(result.metadata["failures"].value), allow_retries=False)
     file = write_result(folder, table, partition, frame, inputs)
     columns = [dg.TableColumn(column.name, str(column.dtype), column.description) for column in table.columns]
     yield dg.MaterializeResult(

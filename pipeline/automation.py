@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import dagster as dg
 
 from pipeline.assets import DUMP_TAG, OVER_TRACES, PER_TRACE, TRACES, DataFolderResource, is_dump
-from pipeline.canonical import read_user_metadata, trace_id_for
+from pipeline.canonical import metadata_file, read_user_metadata, trace_id_for
 from pipeline.results import stale_traces
 from schemas.files import DataFolder
 
@@ -36,9 +36,9 @@ def new_dumps(folder: DataFolder, cursor: str | None) -> tuple[list[tuple[str, s
     for path in sorted(folder.dumps.iterdir()) if folder.dumps.is_dir() else ():
         if not is_dump(path):
             continue
-        beside = path.with_name(path.name + ".toml")
-        said = beside if beside.is_file() else path.with_suffix(".toml")
-        state = [[file.stat().st_size, file.stat().st_mtime_ns] for file in (path, said) if file.is_file()]
+        beside = metadata_file(path)
+        watched = [path] if beside is None else [path, beside]
+        state = [[file.stat().st_size, file.stat().st_mtime_ns] for file in watched]
         before = seen.get(path.name)
         if before is None or before[0] != state:
             now[path.name] = [state, False]

@@ -7,6 +7,7 @@ Letters: R rows of a block, K experts per row, L layers seen so far.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -30,6 +31,7 @@ from replayer.trace import MAX_OBJECTS, MalformedTrace, read_metadata, trace_par
 from schemas.columns import PASS_KINDS, PHASES
 from schemas.files import DataFolder, publish, remove_stale
 from schemas.trace import (
+    MAX_TOP_K,
     METADATA_KEY,
     PASS_KIND_CODES,
     PHASE_CODES,
@@ -47,9 +49,20 @@ from schemas.validation import validate_trace
 PARSER_VERSION = 1
 """Raised whenever the same dump would give another trace; older traces are parsed again by the nightly schedule."""
 
+_TEXTS = ("model", "engine", "domain", "capture_method", "id_space", "weight_kind", "phase")
+
 WARMUP_ROWS = 16
 """Shortest leading block of one identical row, in all layers, that counts as the engine's warm-up (published ones
 run from 2,048 to 16,640 rows; no sound dump at hand starts with more than one)."""
+
+FROZEN_ROWS = 16
+"""Identical rows in a row, in every layer, from which on padding or a replayed graph is named."""
+
+FROZEN_LAYER_ROWS = 64
+"""The same within one layer, where chance reaches further."""
+
+LARGEST_WEIGHT = 65504
+"""The largest 16-bit float."""
 
 CONSTANT_ROWS = 16
 """Rows from which on a layer that never changes is refused: an unwritten buffer, not a popular expert."""
@@ -59,6 +72,9 @@ IDENTICAL_ROWS = 32
 
 PARTITION_CHANCE = 0.01
 """Expected chance windows up to which one window that partitions the experts is evidence of a strided-view copy."""
+
+SHORT_WINDOW_CHANCE = 1e-4
+"""The same for a window that is shorter than a whole partition, as a copy of passes shorter than E ÷ k tokens shows."""
 
 COLLAPSE_SHARE = 0.9
 """Share of a layer's selections on its k most selected experts from which on a collapse is named; it can be real."""
@@ -91,22 +107,22 @@ def read_user_metadata(dump_path: Path, overrides: Sequence[str] = ()) -> UserMe
     """
     said: dict[str, object] = {}
     where = "--meta"
-    for beside in (dump_path.with_name(dump_path.name + ".toml"), dump_path.with_suffix(".toml")):
-        if beside.is_file():
-            where = str(beside)
-            try:
-                said = tomllib.loads(beside.read_text(encoding="utf-8"))
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-                raise MalformedDump(f'{beside}: no TOML ({error}); wanted lines like model = "name"') from None
-            break
+    beside = metadata_file(dump_path)
+    if beside is not None:
+        where = str(beside)
+        try:
+            said = tomllib.loads(beside.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise MalformedDump(f'{beside}: no TOML ({reason}); wanted lines like model = "name"') from None
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise MalformedDump(f"--meta {override!r}: wanted key=value, for example --meta domain=code")
-        try:
-            said[key.strip()] = json.loads(value)
-        except ValueError:
-            said[key.strip()] = value
+        said[key.strip()] = value
+        if key.strip() not in _TEXTS:
+            with contextlib.suppress(ValueError, RecursionError):
+                said[key.strip()] = json.loads(value)
     try:
         return UserMetadata.model_validate(said)
     except ValidationError as error:
@@ -116,6 +132,18 @@ def read_user_metadata(dump_path: Path, overrides: Sequence[str] = ()) -> UserMe
         raise MalformedDump(
             f"{where}: {key}: {first['msg']} (found {first['input']!r:.80}); known keys: {known}"
         ) from None
+
+
+def metadata_file(dump_path: Path) -> Path | None:
+    """The TOML file beside a dump: `<dump>.toml`, else the dump's name with its last suffix replaced; null if none."""
+    if not dump_path.name:
+        return None
+    for name in (dump_path.name + ".toml", dump_path.stem + ".toml"):
+        beside = dump_path.parent / name
+        with contextlib.suppress(OSError):
+            if beside.is_file():
+                return beside
+    return None
 
 
 def identity(dump: DumpFile, user: UserMetadata) -> tuple[str, str]:
@@ -159,8 +187,7 @@ def ingest(path: Path, data: DataFolder, user: UserMetadata, *, trace_id: str | 
             trace_id = there.trace_id
             if there.parser_version >= PARSER_VERSION:
                 return Ingested(there, data.trace_file(trace_id), is_new=False)
-        elif data.trace_file(trace_id).exists():
-            other = read_metadata(data.trace_file(trace_id)).source
+        elif (other := _readable_source(data.trace_file(trace_id))) is not None:
             raise MalformedDump(
                 f"{path}: trace id {trace_id} already names another dump ({other.file}, SHA-256 {other.sha256[:12]}…); "
                 "choose another --trace-id"
@@ -169,9 +196,13 @@ def ingest(path: Path, data: DataFolder, user: UserMetadata, *, trace_id: str | 
         target = data.trace_file(trace_id)
 
         def claim() -> None:
-            # Whoever published the same name meanwhile must have meant the same dump.
-            if there is None and target.exists() and read_metadata(target).source.sha256 != source_sha256:
+            # Whoever published the same name meanwhile must have meant the same dump, and the same dump the same name.
+            source = _readable_source(target)
+            if there is None and source is not None and source.sha256 != source_sha256:
                 raise MalformedDump(f"{path}: trace id {target.stem} was taken meanwhile; choose another --trace-id")
+            twin = _same_dump(data, source_sha256, user)
+            if twin is not None and twin.trace_id != target.stem:
+                raise MalformedDump(f"{path}: ingested as {twin.trace_id} meanwhile, and the same dump is one trace")
 
         with publish(target, claim=claim) as temporary:
             source = (path, source_sha256)
@@ -203,11 +234,32 @@ def trace_id_for(path: Path, data: DataFolder, user: UserMetadata) -> str:
     return there.trace_id if there else f"{slug(path.name)}-{whole[:12]}"
 
 
+def read_stored(data: DataFolder, trace_id: str) -> TraceMetadata:
+    """The metadata of a trace of the folder.
+
+    Raises:
+        MalformedTrace: the file is no canonical trace, or it is another one's: a copied or renamed file.
+    """
+    file = data.trace_file(trace_id)
+    metadata = read_metadata(file)
+    if metadata.trace_id != trace_id:
+        raise MalformedTrace(f"{file}: holds trace {metadata.trace_id}; give it that name back, or remove the copy")
+    return metadata
+
+
+def _readable_source(file: Path) -> Source | None:
+    # A damaged trace names no dump any more; ingesting its dump again is how it is mended.
+    try:
+        return read_metadata(file).source
+    except (MalformedTrace, FileNotFoundError):
+        return None
+
+
 def stored_metadata(data: DataFolder) -> Iterator[TraceMetadata]:
     """Metadata of every readable trace in the folder; files that are none are passed over."""
     for trace_id in data.trace_ids():
         with contextlib.suppress(MalformedTrace, OSError):
-            yield read_metadata(data.trace_file(trace_id))
+            yield read_stored(data, trace_id)
 
 
 def _same_dump(data: DataFolder, source_sha256: str, user: UserMetadata) -> TraceMetadata | None:
@@ -218,7 +270,7 @@ def _same_dump(data: DataFolder, source_sha256: str, user: UserMetadata) -> Trac
 
 
 def _superseded(data: DataFolder, path: Path, whole: str) -> str | None:
-    folder = str(path.resolve().parent)
+    folder = str(path.absolute().parent)
     earlier = [
         metadata.trace_id
         for metadata in stored_metadata(data)
@@ -238,8 +290,10 @@ def _write(
     spool_folder: Path,
 ) -> TraceMetadata:
     parsed = sniff.parse(dump, top_k_model=user.top_k_model, spool_folder=spool_folder)
-    if parsed.top_k > 65535:
-        raise MalformedDump(f"{dump.path}: {parsed.top_k} experts per token; ids are 16 bit, so no layer has as many")
+    if parsed.top_k > MAX_TOP_K:
+        raise MalformedDump(
+            f"{dump.path}: {parsed.top_k} experts per token, at most {MAX_TOP_K} are supported; are they scores?"
+        )
     canonical = _Canonical(dump.path, parsed, user)
     schema = arrow_schema(parsed.top_k)
     with contextlib.ExitStack() as stack:
@@ -250,10 +304,9 @@ def _write(
             thread = stack.enter_context(ThreadPoolExecutor(1))
         writing: Future[None] | None = None
         for block in canonical.blocks():
-            if writer is None:
-                canonical.number(block)
-                continue
             table = canonical.table(block, schema)
+            if writer is None:
+                continue
             if writing is not None:
                 writing.result()
             writing = thread.submit(writer.write_table, table)
@@ -328,6 +381,9 @@ class _LayerState:
     longest_window: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     changes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     hashes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    last_set: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    run: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    longest_run: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def grow(self, layers: int, num_experts: int, top_k: int) -> None:
         """Room for that many layers and experts; doubling the experts, since a dump may not say how many there are."""
@@ -340,7 +396,8 @@ class _LayerState:
             wide = self.last_row.shape[1]
             self.last_row = _padded(self.last_row, (layers, wide), -1)
             self.counts = _padded(self.counts, (layers, wide), 0)
-            for name in ("rows", "window_start", "longest_window", "changes", "hashes"):
+            names = ("rows", "window_start", "longest_window", "changes", "hashes", "last_set", "run", "longest_run")
+            for name in names:
                 setattr(self, name, _padded(getattr(self, name), (layers,), 0))
             self.layers = layers
 
@@ -352,11 +409,15 @@ def _padded(array: npt.NDArray[Any], shape: tuple[int, ...], value: int) -> npt.
 
 
 @numba.njit(cache=True, nogil=True)
-def _scan(layer, expert_ids, counted, last_row, counts, rows, window_start, longest_window, changes, hashes, first_ids):  # type: ignore[no-untyped-def]
+def _scan(  # type: ignore[no-untyped-def]
+    layer, expert_ids, counted, last_row, counts, rows, window_start, longest_window, changes, hashes, last_set, run,
+    longest_run, first_ids,
+):  # fmt: skip
     """One pass over a block's rows in recorded order; returns (row with a repeated id or −1, ascending rows).
 
     A window of rows in which no id repeats is tracked per layer: in the flat copy of a strided top-k view the rows
-    partition the experts, so the window reaches experts ÷ k rows. Rows not `counted` (warm-up) are only checked.
+    partition the experts, so the window reaches experts ÷ k rows. Layers are hashed, and runs of identical rows found,
+    by the set of a row, whatever its order. Rows not `counted` (warm-up) are only checked.
     """
     top_k = expert_ids.shape[1]
     ascending_rows = 0
@@ -375,18 +436,24 @@ def _scan(layer, expert_ids, counted, last_row, counts, rows, window_start, long
         if not counted[row]:
             continue
         changed = False
-        value = hashes[where]
+        row_set = np.uint64(0)
         for rank in range(top_k):
             expert = expert_ids[row, rank]
             window_start[where] = max(window_start[where], last_row[where, expert] + 1)
             last_row[where, expert] = ordinal
             counts[where, expert] += 1
-            value = value * np.uint64(1099511628211) + np.uint64(expert) + np.uint64(1)
+            # A multiplicative mix, so that a sum over the row tells sets apart (constants of splitmix64).
+            mixed = np.uint64(expert + 1) * np.uint64(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            row_set += mixed ^ (mixed >> np.uint64(27))
             if ordinal == 0:
                 first_ids[where, rank] = expert
             elif first_ids[where, rank] != expert:
                 changed = True
-        hashes[where] = value
+        run[where] = run[where] + 1 if ordinal > 0 and last_set[where] == row_set else 1
+        longest_run[where] = max(longest_run[where], run[where])
+        last_set[where] = row_set
+        hashes[where] = hashes[where] * np.uint64(1099511628211) + row_set
         changes[where] += changed
         longest_window[where] = max(longest_window[where], ordinal - window_start[where] + 1)
         rows[where] = ordinal + 1
@@ -404,6 +471,16 @@ def _union_sizes(event_first_row, expert_ids, seen_in, first_event):  # type: ig
                     seen_in[expert_ids[row, rank]] = first_event + event
                     total += 1
     return total
+
+
+@dataclass
+class _PassShape:
+    """Passes with the same layers: how many, which layers, and where the first was met."""
+
+    passes: int
+    layers: frozenset[int]
+    step: int
+    phase: str
 
 
 @dataclass(frozen=True)
@@ -430,6 +507,18 @@ class _Canonical:
             raise MalformedDump(
                 f"{path}: you say num_experts = {user.num_experts}, the dump says {parsed.num_experts}; correct yours"
             )
+        if self.declared is not None and self.declared > 65535:
+            raise MalformedDump(f"{path}: {self.declared} experts per layer, at most 65,535 are supported")
+        storable = parsed.largest_storable_id
+        if storable is not None and self.declared is not None and self.declared - 1 > storable:
+            raise MalformedDump(
+                f"{path}: ids are stored in a type whose largest value is {storable}, which cannot hold id "
+                f"{self.declared - 1} of {self.declared} experts: they wrapped; record with a wider type"
+            )
+        if user.top_k_model is not None and self.declared is not None and user.top_k_model > self.declared:
+            raise MalformedDump(
+                f"{path}: you say top_k_model = {user.top_k_model} of {self.declared} experts; correct it"
+            )
         if self.declared is not None and self.top_k > self.declared:
             raise MalformedDump(
                 f"{path}: {self.top_k} experts per token of {self.declared} experts; is k taken for E somewhere?"
@@ -438,9 +527,12 @@ class _Canonical:
         self.layer_numbers: list[int] = []
         self.state = _LayerState(self.declared or 0)
         self.first_ids = np.zeros((0, self.top_k), dtype=np.int32)
-        self.warmup_ids: npt.NDArray[np.int32] | None = None
+        self.warmup_ids = np.zeros((0, self.top_k), dtype=np.int32)
+        self.last_position: dict[int, int] = {}
+        self.position_gaps = self.position_restarts = 0
+        self.partial_passes = 0
         self.layer_marks = np.random.default_rng(0).integers(1, 2**63, 65536, dtype=np.uint64)
-        self.shapes: dict[tuple[int, bool], tuple[int, frozenset[int], str]] = {}
+        self.shapes: dict[tuple[int, bool], _PassShape] = {}
         self.pruned_passes = 0
         self.ascending_rows = self.rows = self.events = self.steps = self.accesses = self.accepted = 0
         self.rows_by_phase = dict.fromkeys(PHASES, 0)
@@ -527,8 +619,8 @@ class _Canonical:
     def _leading_prefix(self, block: RowBlock) -> int:
         """Rows of the leading steps whose every row equals the first row of its layer in the dump."""
         layer = self.index_of_layer[block.layer]
-        if self.warmup_ids is None:
-            self.warmup_ids = np.full((65536, self.top_k), -1, dtype=np.int32)
+        if len(self.layer_numbers) > len(self.warmup_ids):
+            self.warmup_ids = _padded(self.warmup_ids, (len(self.layer_numbers), self.top_k), -1)
         unseen = self.warmup_ids[layer, 0] < 0
         for row in np.flatnonzero(unseen)[np.unique(layer[unseen], return_index=True)[1]].tolist():
             self.warmup_ids[layer[row]] = block.expert_ids[row]
@@ -551,11 +643,13 @@ class _Canonical:
         state = self.state
         repeated, ascending = _scan(
             layer, block.expert_ids, counted, state.last_row, state.counts, state.rows, state.window_start,
-            state.longest_window, state.changes, state.hashes, self.first_ids,
+            state.longest_window, state.changes, state.hashes, state.last_set, state.run, state.longest_run,
+            self.first_ids,
         )  # fmt: skip
         if repeated >= 0:
             raise self._repeated(block, repeated)
         self.ascending_rows += ascending
+        self._check_positions(block, layer, counted)
         first_row, step, kinds = self._records(block, phase)
         self._look_at_weights(block, counted)
         numbered = _Numbered(block, layer, phase, kinds, first_row, step)
@@ -611,6 +705,9 @@ class _Canonical:
         kinds: npt.NDArray[np.int8],
     ) -> None:
         """Every pass has the same rows in each layer, the last one aside; its layers are remembered for the end."""
+        # Repetitions layer by layer interleave two passes; each is looked at whole.
+        order = np.lexsort((block.pass_in_step[first_row], block.step[first_row]))
+        first_row, record_rows, kinds = first_row[order], record_rows[order], kinds[order]
         pass_key = np.stack([block.step[first_row], block.pass_in_step[first_row], phase[first_row]])
         begins = np.ones(len(first_row), dtype=bool)
         begins[1:] = (pass_key[:, 1:] != pass_key[:, :-1]).any(axis=0)
@@ -624,18 +721,25 @@ class _Canonical:
                 f"{self._where(block, row)}: the layer goes back inside a pass; records of one pass must stand "
                 "together, in ascending layers: are two streams written into one file?"
             )
-        marks = np.add.reduceat(self.layer_marks[layer], starts)
-        partial_allowed = np.isin(kinds[starts], (PASS_KIND_CODES["spec_rejected"], PASS_KIND_CODES["spec_fallback"]))
-        names, where = np.unique(marks, return_index=True)
-        for mark, at in zip(names.tolist(), where.tolist(), strict=True):
-            for allowed in {bool(flag) for flag in partial_allowed[marks == mark]}:
-                if (mark, allowed) in self.shapes:
+        # A step of two passes holds a speculation that failed; either may have been cut short.
+        repeated = np.isin(pass_key[0], pass_key[0][pass_key[1] > 0]) if self.parsed.speculative else pass_key[0] < 0
+        phase_of_pass = phase[first_row[starts]].astype(np.uint64)
+        marks = np.add.reduceat(self.layer_marks[layer], starts) * np.uint64(8) + phase_of_pass
+        for may_be_partial in (False, True):
+            chosen = np.flatnonzero(repeated[starts] == may_be_partial)
+            names, where, counts = np.unique(marks[chosen], return_index=True, return_counts=True)
+            for mark, at, passes in zip(names.tolist(), chosen[where].tolist(), counts.tolist(), strict=True):
+                known = self.shapes.get((mark, may_be_partial))
+                if known is not None:
+                    known.passes += passes
                     continue
-                at = int(np.flatnonzero((marks == mark) & (partial_allowed == allowed))[0])
                 begin, end = starts[at], starts[at] + lengths[at]
-                place = f"step {int(block.step[first_row[begin]])}"
-                name = PHASES[int(phase[first_row[begin]])]
-                self.shapes[mark, allowed] = (len(self.shapes), frozenset(layer[begin:end].tolist()), f"{place}|{name}")
+                self.shapes[mark, may_be_partial] = _PassShape(
+                    passes,
+                    frozenset(layer[begin:end].tolist()),
+                    int(block.step[first_row[begin]]),
+                    PHASES[int(phase[first_row[begin]])],
+                )
         ragged = record_rows != np.repeat(record_rows[starts], lengths)
         if ragged.any():
             at = np.flatnonzero(ragged)
@@ -705,6 +809,9 @@ class _Canonical:
         position = nothing if block.position is None else pa.array(_checked_u32(self.path, block.position))
         weights: pa.Array = pa.nulls(block.rows, schema.field("router_weights").type)
         if block.weights is not None:
+            if (np.abs(block.weights) > LARGEST_WEIGHT).any():
+                row = int(np.flatnonzero((np.abs(block.weights) > LARGEST_WEIGHT).any(axis=1))[0])
+                raise MalformedDump(f"{self._where(block, row)}: a weight beyond 16-bit floats ({LARGEST_WEIGHT})")
             flat = pa.array(block.weights.reshape(-1).astype(np.float16), mask=np.isnan(block.weights.reshape(-1)))
             unknown = np.isnan(block.weights).all(axis=1)
             weights = pa.FixedSizeListArray.from_arrays(flat, type=weights.type, mask=pa.array(unknown))
@@ -763,6 +870,11 @@ class _Canonical:
             raise MalformedDump(
                 f"{self.path}: layer {layer_ids[-1]}, but the model has {hidden} layers (0..{hidden - 1})"
             )
+        if parsed.layers_are_ordinals and user.moe_layer_ids is None and hidden not in (None, len(layer_ids)):
+            raise MalformedDump(
+                f"{self.path}: {len(layer_ids)} layer lists without numbers, but the model has {hidden} layers; "
+                "which are they? say --meta moe_layer_ids=[…]"
+            )
         if not parsed.layers_are_ordinals:
             layer_base = "recorded"
         elif user.moe_layer_ids is not None or hidden == len(layer_ids):
@@ -776,10 +888,10 @@ class _Canonical:
                 schema_version=SCHEMA_VERSION,
                 trace_id=trace_id,
                 supersedes=supersedes,
-                model=user.model or parsed.model,
-                engine=user.engine or parsed.engine,
+                model=user.model or _text(parsed.model),
+                engine=user.engine or _text(parsed.engine),
                 domain=user.domain,
-                capture_method=user.capture_method or parsed.capture_method,
+                capture_method=user.capture_method or _text(parsed.capture_method),
                 hidden_layers=hidden,
                 moe_layer_ids=layer_ids,
                 layer_base=layer_base,
@@ -793,8 +905,8 @@ class _Canonical:
                 rank_known=self._rank_known(),
                 pass_boundaries=parsed.pass_boundaries,
                 source=Source(
-                    file=path.name,
-                    folder=str(path.resolve().parent),
+                    file=_text(path.name),
+                    folder=_text(str(path.absolute().parent)),
                     format=parsed.format,
                     bytes=source_bytes,
                     sha256=sha256,
@@ -879,7 +991,19 @@ class _Canonical:
                 else f"all {self.rows} rows have ascending ids, so router order is lost",
             ),
             self._skew_check(),
+            self._frozen_check(),
+            self._position_check(),
         ]
+        if self.parsed.largest_storable_id == 255 and self.declared == 256:
+            filled = int(self.state.counts[:, 255].sum())
+            checks.append(
+                CheckRecord(
+                    name="255 is an expert",
+                    outcome="warned" if filled else "passed",
+                    wanted="id 255 of 256 experts in 8 bits is an expert, not a fill value of −1",
+                    found=f"{filled} selections of id 255; the dump cannot tell them from −1",
+                )
+            )
         dropped = sum(self.parsed.dropped_rows.values())
         checks.append(
             CheckRecord(
@@ -897,40 +1021,83 @@ class _Canonical:
                     name="speculation typed",
                     outcome="passed",
                     wanted="every pass is normal, accepted, rejected or a fallback by width and repetition",
-                    found=f"events: {found}; accepted tokens: {self.accepted}",
+                    found=f"events: {found}; accepted tokens: {self.accepted}; {self.partial_passes} partial passes",
+                )
+            )
+            mixed = np.count_nonzero(self.kinds) > 1
+            doubtful = self.parsed.top_k_is_inferred and not mixed
+            checks.append(
+                CheckRecord(
+                    name="k of the records",
+                    outcome="warned" if doubtful else "passed",
+                    wanted="k is said (top_k_model), or records of k and of 2k ids show it",
+                    found=f"k = {self.top_k} is inferred, all records are as wide; if they are pairs of tokens, say "
+                    f"--meta top_k_model={self.top_k // 2}"
+                    if doubtful
+                    else f"k = {self.top_k}",
                 )
             )
         return checks
 
     def _check_layers_present(self) -> None:
-        everything = frozenset(self.layer_numbers)
-        last = max(everything)
-        for (_, partial_allowed), (_, layers, place) in self.shapes.items():
-            step, _, phase = place.partition("|")
-            missing = sorted(everything - layers)
-            pruned = missing == [last] and phase == "prefill"
-            if missing and not partial_allowed and not pruned:
-                more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-                at_end = int(step.split()[1]) == self.steps - 1
-                hint = "it is the last step: the dump is truncated" if at_end else "was that layer not captured?"
+        everything = sorted(self.layer_numbers)
+        for (_, may_be_partial), shape in self.shapes.items():
+            missing = [layer for layer in everything if layer not in shape.layers]
+            if not missing:
+                continue
+            if missing == everything[-1:] and shape.phase == "prefill":
+                self.pruned_passes += shape.passes
+                continue
+            if may_be_partial and missing in (everything[-len(missing) :], everything[: len(missing)]):
+                self.partial_passes += shape.passes
+                continue
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            at_end = shape.step == self.steps - 1
+            hint = "it is the last step: the dump is truncated" if at_end else "was that layer not captured?"
+            raise MalformedDump(
+                f"{self.path}, step {shape.step}: layers {missing[:5]}{more} are missing, but other passes have them; "
+                f"{hint}"
+            )
+
+    def _check_positions(self, block: RowBlock, layer: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> None:
+        """Positions of the first layer's rows, per request: a repeat is refused, gaps and restarts are counted."""
+        if block.position is None:
+            return
+        rows = np.flatnonzero((layer == 0) & counted)
+        rows = rows[np.argsort(block.request[rows], kind="stable")]
+        request, position = block.request[rows], block.position[rows]
+        for begin, end in itertools.pairwise([*np.flatnonzero(np.diff(request, prepend=-1)).tolist(), len(rows)]):
+            one = int(request[begin])
+            before = self.last_position.get(one, int(position[begin]) - 1)
+            steps = np.diff(position[begin:end], prepend=before)
+            if not steps.all():
+                row = int(rows[begin + int(np.flatnonzero(steps == 0)[0])])
                 raise MalformedDump(
-                    f"{self.path}, {step}: layers {missing[:5]}{more} are missing, but other passes have them; {hint}"
+                    f"{self._where(block, row)}: the same position of the same request stands twice in a row; a token "
+                    "recorded twice counts twice: remove the repetition"
                 )
+            self.position_gaps += int(np.count_nonzero(steps > 1))
+            self.position_restarts += int(np.count_nonzero(steps < 0))
+            self.last_position[one] = int(position[end - 1])
 
     def _partition_check(self) -> CheckRecord:
         num_experts, rows = self._num_experts(), int(self.state.rows.sum())
-        window = num_experts // self.top_k
+        window, limit = num_experts // self.top_k, PARTITION_CHANCE
+        for shorter in range(2, window):
+            if rows * _chance_of_partition(num_experts, self.top_k, shorter) < SHORT_WINDOW_CHANCE:
+                window, limit = shorter, SHORT_WINDOW_CHANCE
+                break
         expected = rows * _chance_of_partition(num_experts, self.top_k, window)
         longest = int(self.state.longest_window.max())
         wanted = f"no {window} rows of a layer in a row without a repeated id"
-        if window < 2 or expected > PARTITION_CHANCE:
+        if window < 2 or expected > limit:
             found = f"too few experts or too many rows to tell from chance ({expected:.2g} such windows expected)"
             return CheckRecord(name="no strided-view copy", outcome="not_applicable", wanted=wanted, found=found)
         if longest >= window:
             layer = self.layer_numbers[int(self.state.longest_window.argmax())]
             raise MalformedDump(
-                f"{self.path}, layer {layer}: {longest} rows in a row share no id, so they partition the {num_experts} "
-                f"experts ({window} rows of {self.top_k}; by chance {expected:.2g} such windows are expected): the "
+                f"{self.path}, layer {layer}: {longest} rows in a row share no id, as if they partition the "
+                f"{num_experts} experts ({window} rows of {self.top_k}; {expected:.2g} such windows expected by chance): the "
                 "flat copy of a strided top-k view, not routes; copy the view with its row stride when recording"
             )
         return CheckRecord(
@@ -992,6 +1159,33 @@ class _Canonical:
         agrees = self.descending_rows == self.weight_rows
         return CheckRecord(name="weights agree", outcome="passed" if agrees else "warned", wanted=wanted, found=found)
 
+    def _frozen_check(self) -> CheckRecord:
+        runs = self.state.longest_run
+        everywhere, worst = int(runs.min()), int(runs.argmax())
+        frozen = everywhere >= FROZEN_ROWS or int(runs[worst]) >= FROZEN_LAYER_ROWS
+        return CheckRecord(
+            name="no frozen rows",
+            outcome="warned" if frozen else "passed",
+            wanted=f"fewer than {FROZEN_ROWS} identical rows in a row in all layers, {FROZEN_LAYER_ROWS} in one",
+            found=f"{everywhere} in every layer, {int(runs[worst])} in layer {self.layer_numbers[worst]}"
+            + ("; padding, or a graph replayed without new routes?" if frozen else ""),
+        )
+
+    def _position_check(self) -> CheckRecord:
+        wanted = "token positions of a request go up by one"
+        if not self.last_position:
+            return CheckRecord(
+                name="positions continuous", outcome="not_applicable", wanted=wanted, found="none recorded"
+            )
+        gaps, restarts = self.position_gaps, self.position_restarts
+        return CheckRecord(
+            name="positions continuous",
+            outcome="warned" if gaps or restarts else "passed",
+            wanted=wanted,
+            found=f"{gaps} gaps, {restarts} places where positions go back"
+            + ("; several sequences in one request, lost or repeated tokens?" if gaps or restarts else ""),
+        )
+
     def _skew_check(self) -> CheckRecord:
         carried = np.sort(self.state.counts, axis=1)[:, -self.top_k :].sum(axis=1)
         share = carried / np.maximum(self.state.rows * self.top_k, 1)
@@ -1003,6 +1197,11 @@ class _Canonical:
             wanted=f"a layer's {self.top_k} most selected experts carry at most {COLLAPSE_SHARE:.0%} of its selections",
             found=f"{found} (layer {self.layer_numbers[worst]})",
         )
+
+
+def _text(value: str | None) -> str | None:
+    # File names and JSON may hold what is no text; metadata are UTF-8.
+    return None if value is None else value.encode("utf-8", "backslashreplace").decode()
 
 
 def _distinct(values: npt.NDArray[np.int64]) -> set[int]:

@@ -109,7 +109,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _folder(arguments: argparse.Namespace) -> DataFolder:
     root = arguments.data or os.environ.get(ENVIRONMENT_VARIABLE) or "data"
-    return DataFolder(Path(root).expanduser().resolve())
+    try:
+        folder = Path(root).expanduser().resolve()
+        str(folder).encode()
+    except (RuntimeError, UnicodeEncodeError, ValueError) as error:
+        raise WrongCall(f"data folder {str(root)!r:.80}: {error}") from None
+    if "?" in str(folder):
+        raise WrongCall(
+            f"data folder {str(folder)!r}: a `?` in it would end the address of Dagster's database; choose another"
+        )
+    return DataFolder(folder)
 
 
 def _ingest(arguments: argparse.Namespace) -> int:
@@ -221,6 +230,8 @@ def _materialize(data: DataFolder, trace_ids: Sequence[str]) -> dict[str, Any]:
     from pipeline.definitions import materialize
     from warehouse.build import list_relations
 
+    if not os.access(data.root, os.W_OK):
+        raise PermissionError(f"{data.root}: not writable, so no results can be kept in it; choose another --data")
     with _Progress(f"analysing {len(trace_ids)} traces"):
         failed = materialize(data, trace_ids)
     if failed:
@@ -245,19 +256,29 @@ def _query(arguments: argparse.Namespace) -> int:
         raise WrongCall('query takes either SQL or --list, for example: expert-tier query "SELECT * FROM trace"')
     frame = pl.DataFrame(list_relations(data.root)) if arguments.list else query(data.root, arguments.sql)
     if arguments.format == "json":
-        print(json.dumps(frame.to_dicts(), default=str))
+        # JSON knows no infinities and no NaN.
+        finite = frame.with_columns(pl.when(pl.selectors.float().is_finite()).then(pl.selectors.float()))
+        print(json.dumps(finite.to_dicts(), default=str, allow_nan=False))
     elif arguments.format == "csv":
-        nested = [name for name, dtype in frame.schema.items() if dtype.is_nested()]
-        flat = frame.with_columns(
-            pl.col(name).map_elements(lambda value: json.dumps(list(value)), return_dtype=pl.String) for name in nested
-        )
-        sys.stdout.write(flat.write_csv())
+        sys.stdout.write(_flat(frame).write_csv())
     else:
         with pl.Config(
             tbl_rows=200, tbl_cols=-1, tbl_width_chars=200, fmt_str_lengths=80, tbl_hide_dataframe_shape=True
         ):
             print(frame)
     return 0
+
+
+def _flat(frame: pl.DataFrame) -> pl.DataFrame:
+    """The frame with what CSV has no form for (lists, structs, bytes) as JSON or text."""
+    columns = []
+    for column in frame.iter_columns():
+        if column.dtype.is_nested() or column.dtype in (pl.Binary, pl.Object):
+            texts = [None if value is None else json.dumps(value, default=str) for value in column.to_list()]
+            columns.append(pl.Series(column.name, texts, dtype=pl.String))
+        else:
+            columns.append(column)
+    return pl.DataFrame(columns)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -5,8 +5,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
+from dagster import DagsterExecutionInterruptedError
 
 from pipeline.assets import OVER_TRACES, PER_TRACE, TRACES, DataFolderResource
 from pipeline.automation import dumps_folder, nightly, over_traces_sensor, per_trace_job, with_automation
@@ -56,7 +58,7 @@ def materialize(data: DataFolder, trace_ids: Sequence[str]) -> list[FailedAsset]
 def _materialize_quietly(
     selected: Sequence[dg.AssetsDefinition], instance: dg.DagsterInstance, data: DataFolder, trace_id: str | None
 ) -> list[FailedAsset]:
-    result = dg.materialize(
+    result = _uninterrupted(
         [*PER_TRACE, *OVER_TRACES],
         selection=list(selected),
         partition_key=trace_id,
@@ -75,9 +77,21 @@ def _materialize_quietly(
             cause = error.cause if error is not None and error.cause is not None else error
             # Dagster stores "module.Class: sentence"; the sentence is what was written for a person.
             sentence = re.sub(r"^[\w.]+: ", "", cause.message) if cause else "unknown"
+            if cause is not None and cause.cls_name == "DagsterExecutionInterruptedError":
+                sentence = cause.cls_name
             reason = user.description if user and user.description else sentence
             failures.append(FailedAsset(event.step_key or "?", trace_id, " ".join(reason.split())))
+    if (not result.success and not failures) or any("DagsterExecutionInterrupted" in one.reason for one in failures):
+        # Dagster catches signals itself and ends the run early; what comes after must not run on half the results.
+        raise KeyboardInterrupt
     return failures
+
+
+def _uninterrupted(*arguments: Any, **options: Any) -> dg.ExecuteInProcessResult:
+    try:
+        return dg.materialize(*arguments, **options)
+    except DagsterExecutionInterruptedError:
+        raise KeyboardInterrupt from None
 
 
 def _instance(data: DataFolder) -> dg.DagsterInstance:

@@ -12,8 +12,8 @@ from pathlib import Path
 import polars as pl
 import pyarrow.parquet as pq
 
-from pipeline.canonical import PARSER_VERSION
-from replayer.trace import MalformedTrace, read_metadata
+from pipeline.canonical import PARSER_VERSION, read_stored
+from replayer.trace import MalformedTrace
 from schemas.files import DataFolder, publish, remove_stale
 from schemas.tables import TABLES, Table
 from schemas.trace import TraceMetadata
@@ -67,7 +67,7 @@ def stale_traces(data: DataFolder) -> Iterator[StaleTrace]:
     """Traces that are new, changed, parsed by an older parser, or analysed by an older version; unreadable ones too."""
     for trace_id in data.trace_ids():
         try:
-            metadata = read_metadata(data.trace_file(trace_id))
+            metadata = read_stored(data, trace_id)
         except (MalformedTrace, OSError) as error:
             yield StaleTrace(trace_id, f"unreadable: {error}")
             continue

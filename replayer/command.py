@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NoReturn
 
-from replayer.quantities import parse_bytes
+from replayer.quantities import parse_bytes, parse_fraction
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,10 +66,10 @@ def byte_size(text: str) -> int:
 def fraction(text: str) -> Fraction:
     """argparse type: a decimal in [0, 1), kept exact so that floor(f × steps) is what a person expects."""
     try:
-        value = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        value = Fraction(-1)
-    if not 0 <= value < 1:
+        value = parse_fraction(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if value >= 1:
         raise argparse.ArgumentTypeError(f"{text!r}, wanted a number from 0 to below 1")
     return value
 
@@ -84,9 +84,9 @@ def listed(one: Callable[[str], object]) -> Callable[[str], list[object]]:
 
 
 def count(text: str) -> int:
-    """argparse type: a whole number, not negative."""
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r}, wanted a whole number, not negative")
+    """argparse type: a whole number below 2^31, not negative."""
+    if not (text.isascii() and text.isdigit() and len(text) < 11 and int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}, wanted a whole number below 2^31, not negative")
     return int(text)
 
 
@@ -95,7 +95,7 @@ def choice(allowed: Sequence[str]) -> Callable[[str], str]:
 
     def parse(text: str) -> str:
         if text not in allowed:
-            raise argparse.ArgumentTypeError(f"{text!r}, wanted one of {', '.join(allowed)}")
+            raise argparse.ArgumentTypeError(f"{text[:40]!r}, wanted one of {', '.join(allowed)}")
         return text
 
     return parse
@@ -104,6 +104,8 @@ def choice(allowed: Sequence[str]) -> Callable[[str], str]:
 def steps(text: str) -> tuple[int | None, int | None]:
     """argparse type: a half-open range `a:b`, either end may be left out."""
     begin, colon, end = text.partition(":")
-    if not colon or not all(part == "" or (part.isascii() and part.isdigit()) for part in (begin, end)):
-        raise argparse.ArgumentTypeError(f"{text!r}, wanted a:b, for example 0:400")
+    if not colon or not all(
+        part == "" or (part.isascii() and part.isdigit() and len(part) < 11) for part in (begin, end)
+    ):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}, wanted a:b, for example 0:400")
     return int(begin) if begin else None, int(end) if end else None

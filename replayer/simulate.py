@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replayer import policies
+from replayer.quantities import parse_fraction
 from replayer.trace import Trace, Walk, read_trace, repeat_twice, steps_without_warmup, walk
 from schemas.columns import POLICIES, SCOPES, SEMANTICS
 from schemas.trace import PHASE_CODES
@@ -192,8 +193,8 @@ def _parse_fit(fit: str) -> tuple[str | None, Fraction | None]:
     if not found:
         return fit, None
     try:
-        share = Fraction(fraction)
-    except (ValueError, ZeroDivisionError):
+        share = parse_fraction(fraction)
+    except ValueError:
         share = Fraction(-1)
     if not 0 < share <= 1 or (head and not head.endswith(":")):
         raise UnusableRequest(f"fit {fit!r}, wanted same, first:F with 0 < F ≤ 1, TRACE or TRACE:first:F")
@@ -230,6 +231,11 @@ def simulate(
         raise UnusableRequest(
             f"capacity in bytes, but trace {replay.trace.metadata.trace_id} has no expert sizes; "
             "add --expert-bytes, or say --capacity-experts"
+        )
+    if sizes is not None and int(sizes.max()) * max(len(replay.walk.objects), len(sizes)) >= 2**62:
+        raise UnusableRequest(
+            f"experts of {int(sizes.max()):,} bytes accessed {len(replay.walk.objects):,} times are over 2^62 bytes; "
+            "is the size of one expert right?"
         )
     counts = fitted_counts(replay, fit) if "static" in names else None
     decided = _Decisions(replay, scope, sizes, counts)

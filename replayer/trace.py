@@ -66,7 +66,7 @@ def read_metadata(path: Path) -> TraceMetadata:
     """
     try:
         file = pq.read_metadata(path)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from None
     return _metadata_of(path, file)
 
@@ -128,6 +128,8 @@ def trace_parts(path: Path) -> Iterator[pl.DataFrame]:
 
 
 def _check_columns(path: Path, schema: pa.Schema, wanted: pa.Schema) -> None:
+    if len(set(schema.names)) != len(schema.names):
+        raise MalformedTrace(f"{path}: a column stands twice; ingest the dump again")
     for field in wanted:
         if field.name not in schema.names:
             raise MalformedTrace(f"{path}: column {field.name} is missing; ingest the dump again")
@@ -172,11 +174,25 @@ def _trace_of(path: Path, table: pa.Table, metadata: TraceMetadata) -> Trace:
         layer_first_object=first_object,
     )
     # The kernels index by these ids without bounds checks, so they are checked once, here.
-    worst = ids_out_of_range(trace.expert_ids, trace.event_first_row, trace.event_layer, first_object)
+    worst, accesses = check_rows(trace.expert_ids, trace.event_first_row, trace.event_layer, first_object)
     if worst >= 0:
-        raise MalformedTrace(f"{path}: row {worst}: an expert id beyond its layer's experts; ingest the dump again")
+        raise MalformedTrace(
+            f"{path}: row {worst}: an expert id beyond its layer's experts, or one twice; ingest the dump again"
+        )
     if np.any(np.diff(trace.event_step) < 0):
         raise MalformedTrace(f"{path}: step_id descends; ingest the dump again")
+    rows_of_event = np.diff(trace.event_first_row)
+    for name, of_event in (("layer_id", event_layer_id), ("step_id", trace.event_step)):
+        if np.any(_numpy(table, name) != np.repeat(of_event, rows_of_event)):
+            raise MalformedTrace(f"{path}: {name} changes within an event; ingest the dump again")
+    if np.any(_phase_codes(path, table) != np.repeat(trace.event_phase, rows_of_event)):
+        raise MalformedTrace(f"{path}: phase changes within an event; ingest the dump again")
+    found = {"events": len(starts), "steps": len(np.unique(trace.event_step)), "accesses": accesses}
+    for name, number in found.items():
+        if number != getattr(counts, name):
+            raise MalformedTrace(
+                f"{path}: {number} {name}, its metadata says {getattr(counts, name)}; ingest the dump again"
+            )
     return trace
 
 
@@ -190,7 +206,10 @@ def _phase_codes(path: Path, table: pa.Table) -> npt.NDArray[np.int8]:
     column = table.column("phase").unify_dictionaries().combine_chunks()
     column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
     to_code = np.array([PHASE_CODES.get(name, -1) for name in column.dictionary.to_pylist()] or [-1], dtype=np.int8)
-    codes: npt.NDArray[np.int8] = to_code[column.indices.to_numpy(zero_copy_only=False)]
+    indices = column.indices.to_numpy(zero_copy_only=False)
+    if indices.size and not 0 <= indices.min() <= indices.max() < len(to_code):
+        raise MalformedTrace(f"{path}: a damaged phase; ingest the dump again")
+    codes: npt.NDArray[np.int8] = to_code[indices]
     if codes.size and codes.min() < 0:
         raise MalformedTrace(f"{path}: a phase outside {', '.join(PHASE_CODES)}; ingest the dump again")
     return codes
@@ -210,16 +229,23 @@ def _first_line(error: BaseException) -> str:
 
 
 @numba.njit(cache=True)
-def ids_out_of_range(expert_ids, event_first_row, event_layer, layer_first_object):  # type: ignore[no-untyped-def]
-    """The first row with an id at or above its layer's number of experts, or −1."""
+def check_rows(expert_ids, event_first_row, event_layer, layer_first_object):  # type: ignore[no-untyped-def]
+    """(first row with an id at or above its layer's number of experts or with one twice, or −1; Σ of the unions)."""
+    row_seen = np.full(layer_first_object[-1], -1, dtype=np.int64)
+    accesses = 0
     for event in range(len(event_layer)):
         layer = event_layer[event]
-        num_experts = layer_first_object[layer + 1] - layer_first_object[layer]
+        base = layer_first_object[layer]
+        num_experts = layer_first_object[layer + 1] - base
         for row in range(event_first_row[event], event_first_row[event + 1]):
             for rank in range(expert_ids.shape[1]):
-                if expert_ids[row, rank] >= num_experts:
-                    return row
-    return -1
+                expert = expert_ids[row, rank]
+                if expert >= num_experts or row_seen[base + expert] == row:
+                    return row, accesses
+                if row_seen[base + expert] < event_first_row[event]:
+                    accesses += 1
+                row_seen[base + expert] = row
+    return -1, accesses
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,16 @@ PASS_KIND_CODES: dict[str, int] = {name: code for code, name in enumerate(PASS_K
 IdSpace = Literal["logical", "physical", "local", "slot"]
 WeightKind = Literal["softmax", "renormalised", "scaled", "sigmoid", "logits", "absent"]
 Phase = Literal["prefill", "decode", "warmup", "unknown"]
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-LayerId = Annotated[int, Field(ge=0, le=65535)]
+MAX_TOP_K = 512
+"""Most experts per token; the largest in use are a few dozen, and checks of a row grow with its square."""
+MAX_EXPERT_BYTES = 2**40
+
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+LayerId = Annotated[int, Field(ge=0, le=65535, strict=True)]
+NumLayers = Annotated[int, Field(gt=0, le=65536, strict=True)]
+NumExperts = Annotated[int, Field(gt=0, le=65535, strict=True)]
+TopK = Annotated[int, Field(gt=0, le=MAX_TOP_K, strict=True)]
+ExpertBytes = Annotated[int, Field(gt=0, le=MAX_EXPERT_BYTES, strict=True)]
 Text = Annotated[str, StringConstraints(max_length=4096)]
 
 
@@ -60,18 +67,22 @@ class UserMetadata(_Model):
     engine: Text | None = None
     domain: Text | None = None
     capture_method: Text | None = None
-    hidden_layers: PositiveInt | None = None
+    hidden_layers: NumLayers | None = None
     moe_layer_ids: list[LayerId] | None = Field(default=None, description="the model's numbers of the dump's layers")
-    num_experts: Annotated[int, Field(gt=0, le=65535)] | None = None
-    top_k_model: PositiveInt | None = None
-    expert_bytes: PositiveInt | list[PositiveInt] | list[list[PositiveInt]] | None = Field(
+    num_experts: NumExperts | None = None
+    top_k_model: TopK | None = None
+    expert_bytes: ExpertBytes | list[ExpertBytes] | list[list[ExpertBytes]] | None = Field(
         default=None, description="one size, or one per MoE layer, or one list per MoE layer with one per expert"
     )
-    expert_id_base: Literal[0, 1] | None = Field(default=None, description="1 if the dump counts experts from 1")
+    expert_id_base: Annotated[int, Field(ge=0, le=1, strict=True)] | None = Field(
+        default=None, description="1 if the dump counts experts from 1"
+    )
     id_space: IdSpace | None = None
     weight_kind: WeightKind | None = None
     phase: Literal["prefill", "decode"] | None = Field(default=None, description="phase of rows the dump leaves open")
-    tied_routing: bool | None = Field(default=None, description="true if the model really shares routes between layers")
+    tied_routing: Annotated[bool, Field(strict=True)] | None = Field(
+        default=None, description="true if the model really shares routes between layers"
+    )
 
     @model_validator(mode="after")
     def _layers_ascend(self) -> "UserMetadata":
@@ -133,14 +144,14 @@ class TraceMetadata(_Model):
     engine: str | None
     domain: str | None
     capture_method: str | None
-    hidden_layers: PositiveInt | None
+    hidden_layers: NumLayers | None
     moe_layer_ids: list[LayerId]
     layer_base: Literal["recorded", "declared", "assumed_from_0"]
-    experts_per_layer: list[PositiveInt] = Field(description="in the order of moe_layer_ids")
+    experts_per_layer: list[NumExperts] = Field(description="in the order of moe_layer_ids")
     num_experts_source: Literal["declared", "observed"]
-    top_k_model: PositiveInt | None
-    top_k_observed: PositiveInt
-    expert_bytes: list[PositiveInt] | list[list[PositiveInt]] | None = Field(
+    top_k_model: TopK | None
+    top_k_observed: TopK
+    expert_bytes: list[ExpertBytes] | list[list[ExpertBytes]] | None = Field(
         description="per MoE layer, or per MoE layer and expert; null if unknown"
     )
     id_space: IdSpace | None

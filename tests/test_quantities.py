@@ -1,10 +1,12 @@
 """Sizes as people write them: which units are read, which are refused, and how sizes are printed."""
 
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replayer.quantities import format_bytes, parse_bytes
+from replayer.quantities import MAX_BYTES, format_bytes, parse_bytes, parse_fraction
 
 
 @pytest.mark.parametrize(
@@ -50,9 +52,26 @@ def test_a_size_of_no_whole_number_of_bytes_is_refused(text, found):
         parse_bytes(text)
 
 
-@given(st.integers(0, 2**80))
+@given(st.integers(0, MAX_BYTES))
 def test_a_bare_number_is_bytes_exactly_at_any_size(size_bytes):
     assert parse_bytes(str(size_bytes)) == size_bytes
+
+
+@pytest.mark.parametrize("text", [str(MAX_BYTES + 1), "9" * 5000, "3000000TiB"])
+def test_a_size_beyond_what_sums_can_hold_is_refused_in_one_short_line(text):
+    with pytest.raises(ValueError, match=r"EiB|no size") as caught:
+        parse_bytes(text)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("text", ["1e-99999999", "1e9", "nan", "", "1/0", "-0.5", "9" * 5000, "0.5.5"])
+def test_what_is_no_plain_fraction_is_refused_at_once(text):
+    with pytest.raises(ValueError, match=r"fraction|zero"):
+        parse_fraction(text)
+
+
+def test_a_fraction_is_exact():
+    assert parse_fraction("0.6") == Fraction(3, 5) == parse_fraction("3/5")
 
 
 @pytest.mark.parametrize(

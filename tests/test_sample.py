@@ -262,6 +262,7 @@ def test_dump_is_compressed_without_time_or_name_and_described_beside_it(domain:
         "engine": "expert-tier sample (torch)",
         "domain": domain,
         "hidden_layers": LAYERS,
+        "id_space": "logical",
         "moe_layer_ids": list(range(LAYERS)),
         "weight_kind": "renormalised",
         "top_k_model": TOP_K,

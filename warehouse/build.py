@@ -313,7 +313,18 @@ def _open(data_dir: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 
 
 def _fetch(connection: duckdb.DuckDBPyConnection, sql: str, parameters: object = None) -> pl.DataFrame:
-    frame: pl.DataFrame = connection.sql(sql, params=parameters).pl()
+    relation = connection.sql(sql, params=parameters)
+    try:
+        frame: pl.DataFrame = relation.pl()
+    except (pl.exceptions.PolarsError, TypeError, ValueError) as error:
+        raise QueryFailed(
+            f"the result has a value that cannot be shown ({_first_line(error)}); CAST it to VARCHAR"
+        ) from None
+    except BaseException as error:
+        # Polars panics on values outside its types; a panic derives from BaseException and has no public class.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise QueryFailed("the result has a value that cannot be shown; CAST it to VARCHAR") from None
     return frame.with_columns(_narrowed(column) for column in frame.iter_columns())
 
 

@@ -4,6 +4,7 @@ Dumps are untrusted: nothing is unpickled, a line or a block is bounded, and a f
 refused. Letters: R rows of a block, K experts per row.
 """
 
+import codecs
 import gzip
 import hashlib
 import io
@@ -74,12 +75,14 @@ class ParsedDump:
     capture_method: str | None = None
     hidden_layers: int | None = None
     num_experts: int | None = None
+    largest_storable_id: int | None = None
     top_k_model: int | None = None
     layers_are_ordinals: bool = False
     layer_expert_bytes: dict[int, int] | None = None
     has_weights: bool = False
     pass_boundaries: str = "recorded"
     speculative: bool = False
+    top_k_is_inferred: bool = False
     dropped_rows: dict[str, int] = field(default_factory=dict)
     observations: list[EngineObservation] = field(default_factory=list)
 
@@ -130,7 +133,10 @@ class DumpFile:
         All streams share one file position: a new one ends the one before.
         """
         inner = gzip.GzipFile(fileobj=self.raw) if self.is_gzip else self.raw
-        return io.BufferedReader(_Source(inner, self.path), 1024 * 1024)
+        reader: io.BufferedReader = io.BufferedReader(_Source(inner, self.path), 1024 * 1024)
+        if reader.peek(3).startswith(codecs.BOM_UTF8):
+            reader.read(3)
+        return reader
 
     def head(self) -> bytes:
         """The first 64 KiB of the content."""
@@ -203,12 +209,22 @@ def first_bad_line(dump: DumpFile, fault_of: Callable[[bytes], str | None], *, s
 def json_fault(line: bytes, fault_of: Callable[[object], str | None]) -> str | None:
     """What is wrong with one line of a JSONL dump, or null."""
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_pairs_hook=_without_repeats)
+        json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         return "JSON nested too deep"
+    except UnicodeEncodeError:
+        return "half of a surrogate pair in a text"
     except ValueError as error:
         return f"no JSON object ({str(error).splitlines()[0]})"
     return fault_of(value)
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a field stands twice")
+    return fields
 
 
 def is_integer(value: object) -> bool:

@@ -5,6 +5,7 @@ Written by hand for the known answer of 2608.07911: the misses and hits it carri
 
 import csv
 import io
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,23 +22,33 @@ def parse(dump: DumpFile) -> ParsedDump:
     Raises:
         MalformedDump: a column is missing, a field is no number, events of different widths.
     """
-    stream = dump.stream()
-    header = read_line(stream, dump.path, 1).decode("utf-8", errors="replace").strip().split(",")
+    lines = _lines(dump)
+    number, line = next(lines)
+    header = [name.strip() for name in line.decode("utf-8", errors="replace").split(",")]
     missing = [name for name in COLUMNS[:4] if name not in header]
-    if missing:
-        raise MalformedDump(f"{dump.path}, line 1: column {missing[0]} is missing; wanted {','.join(COLUMNS)}")
-    first = read_line(stream, dump.path, 2)
-    if not first.strip():
+    if missing or len(set(header)) != len(header):
+        what = f"column {missing[0]} is missing" if missing else "a column stands twice"
+        raise MalformedDump(f"{dump.path}, line {number}: {what}; wanted {','.join(COLUMNS)}")
+    number, line = next(lines, (0, b""))
+    if not line:
         raise MalformedDump(f"{dump.path}: a header and no event: truncated")
-    parsed = ParsedDump(
-        format="events_csv", blocks=iter(()), top_k=len(_event(dump, header, first, 2)[2]), pass_boundaries="recorded"
-    )
+    top_k = len(_event(dump, header, line, number)[2])
+    parsed = ParsedDump(format="events_csv", blocks=iter(()), top_k=top_k, pass_boundaries="recorded")
     parsed.blocks = _blocks(dump, header, parsed)
     return parsed
 
 
-def _event(dump: DumpFile, header: list[str], line: bytes, number: int) -> tuple[int, int, list[int], int, int]:
-    """(scheduler_step, layer, experts, hits, misses) of a line; counts that are not there are 0."""
+def _lines(dump: DumpFile) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines, blank ones and comments aside."""
+    stream, number = dump.stream(), 0
+    while line := read_line(stream, dump.path, number + 1):
+        number += 1
+        if line.strip() and not line.lstrip().startswith(b"#"):
+            yield number, line
+
+
+def _event(dump: DumpFile, header: list[str], line: bytes, number: int) -> tuple[int, int, list[int], int, int, int]:
+    """(scheduler_step, layer, experts, hits, misses, event_index) of a line; counts that are not there are 0."""
     where = f"{dump.path}, line {number}"
     try:
         fields = next(csv.reader(io.StringIO(line.decode("utf-8"))), [])
@@ -46,30 +57,32 @@ def _event(dump: DumpFile, header: list[str], line: bytes, number: int) -> tuple
     if len(fields) != len(header):
         raise MalformedDump(f"{where}: {len(fields)} fields, wanted {len(header)}: truncated?")
     event = dict(zip(header, fields, strict=True))
-    try:
-        experts = [int(text) for text in event["requested_experts"].split()]
-        step, layer = int(event["scheduler_step"]), int(event["layer"])
-        hits, misses = int(event.get("hits") or 0), int(event.get("misses") or 0)
-    except ValueError:
-        raise MalformedDump(f"{where}: {line[:80]!r}, wanted whole numbers") from None
+    experts = [_whole(text, where) for text in event["requested_experts"].split(" ") if text]
+    step, layer, index = (_whole(event[name], where) for name in ("scheduler_step", "layer", "event_index"))
+    hits, misses = (_whole(event.get(name) or "0", where) for name in ("hits", "misses"))
     if not experts or not 0 <= layer < 65536 or not 0 <= step < 2**32 or min(hits, misses) < 0:
         raise MalformedDump(f"{where}: {line[:80]!r}, wanted a step, a layer and at least one expert")
-    if max(map(abs, experts)) >= 2**31:
-        raise MalformedDump(f"{where}: an expert id beyond 31 bits")
-    return step, layer, experts, hits, misses
+    return step, layer, experts, hits, misses, index
+
+
+def _whole(text: str, where: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,9}", text.strip(), re.ASCII):
+        raise MalformedDump(f"{where}: {text[:40]!r}, wanted a whole number")
+    return int(text)
 
 
 def _blocks(dump: DumpFile, header: list[str], parsed: ParsedDump) -> Iterator[RowBlock]:
-    stream = dump.stream()
-    read_line(stream, dump.path, 1)
+    lines = _lines(dump)
+    next(lines)
     held: list[tuple[int, int, int, list[int]]] = []
-    number, ordinal, previous_step, previous_layer, passes = 1, -1, -1, -1, 0
+    ordinal, previous_step, previous_layer, passes = -1, -1, -1, 0
     hits = misses = 0
-    while line := read_line(stream, dump.path, number + 1):
-        number += 1
-        if not line.strip():
-            continue
-        step, layer, experts, event_hits, event_misses = _event(dump, header, line, number)
+    for expected, (number, line) in enumerate(lines):
+        step, layer, experts, event_hits, event_misses, index = _event(dump, header, line, number)
+        if index != expected:
+            raise MalformedDump(
+                f"{dump.path}, line {number}: event_index {index}, wanted {expected}: is an event missing or repeated?"
+            )
         hits, misses = hits + event_hits, misses + event_misses
         if len(experts) != parsed.top_k:
             raise MalformedDump(

@@ -121,6 +121,7 @@ def parse_passes(dump: DumpFile, top_k_model: int | None) -> ParsedDump:
         blocks=_pass_blocks(dump, layer_key, expert_key, iteration_key, top_k),
         top_k=top_k,
         speculative=True,
+        top_k_is_inferred=top_k_model is None,
     )
 
 

@@ -5,9 +5,11 @@ their numbers. Arrays of objects would need pickle and are refused.
 """
 
 import json
+import lzma
 import mmap
 import os
 import tempfile
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -17,13 +19,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.dumps.blocks import ROWS_PER_BLOCK, DumpFile, MalformedDump, ParsedDump, RefusedDump, RowBlock
+from pipeline.dumps.blocks import (
+    ROWS_PER_BLOCK,
+    DumpFile,
+    MalformedDump,
+    ParsedDump,
+    RefusedDump,
+    RowBlock,
+    is_integer,
+)
 from schemas.trace import PHASE_CODES
 
 IN_MEMORY_BYTES = 128 * 1024 * 1024
 """Larger arrays are unpacked to an unnamed file, since they are stored layer by layer and needed token by token."""
 
 _MAX_META_BYTES = 1024 * 1024
+
+# What zipfile, its decompressors, numpy's header parser and json raise on damaged content.
+_DAMAGE = (
+    ValueError, EOFError, OSError, RecursionError, RuntimeError, SyntaxError, NotImplementedError, TypeError,
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError,
+)  # fmt: skip
 
 
 def parse(dump: DumpFile, spool_folder: Path) -> ParsedDump:
@@ -34,9 +50,13 @@ def parse(dump: DumpFile, spool_folder: Path) -> ParsedDump:
     """
     try:
         archive = zipfile.ZipFile(dump.raw)
-    except (zipfile.BadZipFile, OSError) as error:
+    except _DAMAGE as error:
         raise MalformedDump(f"{dump.path}: a truncated or damaged npz ({error}); copy the dump again") from None
     members = archive.namelist()
+    if len(set(members)) != len(members):
+        raise MalformedDump(
+            f"{dump.path}: an array stands twice in the npz, so which one is meant is unknown; save again"
+        )
     if "experts.npy" not in members:
         arrays = ", ".join(name.removesuffix(".npy") for name in members[:5]) or "none"
         raise RefusedDump(
@@ -49,22 +69,19 @@ def parse(dump: DumpFile, spool_folder: Path) -> ParsedDump:
             f"{dump.path}: experts is {dtype} shaped {list(shape)}, wanted integers shaped [layers, tokens, k]; "
             "counts per layer and expert, scores and masks are no trace"
         )
+    if any(isinstance(length, bool) or not isinstance(length, int) or length < 0 for length in shape):
+        raise MalformedDump(f"{dump.path}: experts is shaped {list(shape)}, wanted whole numbers; copy the dump again")
     layers, _, top_k = shape
     if 0 in shape:
         raise MalformedDump(f"{dump.path}: experts is shaped {list(shape)}, so it holds no route; record again")
     meta = _meta(archive, dump.path) if "meta.npy" in members else {}
+    said = {key: _positive(dump.path, meta, key) for key in ("n_moe_layers", "k", "num_experts", "top_k")}
     for key, found in (("n_moe_layers", layers), ("k", top_k)):
-        if isinstance(meta.get(key), int) and meta[key] != found:
+        if said[key] not in (None, found):
             raise MalformedDump(
-                f"{dump.path}: meta says {key} = {meta[key]}, experts is shaped {list(shape)}; wanted "
+                f"{dump.path}: meta says {key} = {said[key]}, experts is shaped {list(shape)}; wanted "
                 "[layers, tokens, k]: is an axis order wrong?"
             )
-    num_experts = _positive(meta.get("num_experts"))
-    if num_experts is not None and num_experts - 1 > np.iinfo(dtype).max:
-        raise MalformedDump(
-            f"{dump.path}: ids are stored as {dtype}, which cannot hold id {num_experts - 1} of {num_experts} experts: "
-            "they wrapped; record with a wider type"
-        )
     source = meta.get("source")
     return ParsedDump(
         format="npz_experts",
@@ -72,15 +89,19 @@ def parse(dump: DumpFile, spool_folder: Path) -> ParsedDump:
         top_k=top_k,
         model=meta["model"] if isinstance(meta.get("model"), str) else None,
         capture_method=source if isinstance(source, str) else None,
-        num_experts=num_experts,
-        top_k_model=_positive(meta.get("top_k")),
+        num_experts=said["num_experts"],
+        top_k_model=said["top_k"],
+        largest_storable_id=int(np.iinfo(dtype).max),
         layers_are_ordinals=True,
         pass_boundaries="assumed_per_token",
     )
 
 
-def _positive(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
+def _positive(path: Path, meta: dict[str, Any], key: str) -> int | None:
+    value = meta.get(key)
+    if value is not None and not (is_integer(value) and 0 < value < 2**31):
+        raise MalformedDump(f"{path}: meta says {key} = {str(value)[:40]!r}, wanted a positive whole number")
+    return value
 
 
 def _header(archive: zipfile.ZipFile, member: str, path: Path) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
@@ -89,7 +110,7 @@ def _header(archive: zipfile.ZipFile, member: str, path: Path) -> tuple[tuple[in
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, fortran, dtype = read(file)
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+    except _DAMAGE as error:
         raise MalformedDump(f"{path}: {member} has no readable npy header ({error}); copy the dump again") from None
     if dtype.hasobject:
         raise RefusedDump(
@@ -106,8 +127,8 @@ def _meta(archive: zipfile.ZipFile, path: Path) -> dict[str, Any]:
         with archive.open("meta.npy") as file:
             text = str(np.lib.format.read_array(file, allow_pickle=False).reshape(())[()])
         value = json.loads(text)
-    except (ValueError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error) as error:
-        raise MalformedDump(f"{path}: meta is no JSON ({str(error).splitlines()[0]}); record again") from None
+    except _DAMAGE as error:
+        raise MalformedDump(f"{path}: meta is no JSON ({_line_of(error)}); record again") from None
     if not isinstance(value, dict):
         raise MalformedDump(f"{path}: meta is a JSON {type(value).__name__}, wanted an object")
     return value
@@ -144,7 +165,10 @@ def _blocks(
         per_block = max(1, ROWS_PER_BLOCK // layers)
         for begin in range(0, tokens, per_block):
             end = min(begin + per_block, tokens)
-            ids = np.ascontiguousarray(stored[:, begin:end].transpose(1, 0, 2), dtype=np.int32)
+            part = stored[:, begin:end].transpose(1, 0, 2)
+            if dtype.itemsize >= 4 and (part.min() < -(2**31) or part.max() >= 2**31):
+                raise MalformedDump(f"{dump.path}: an id beyond 31 bits among tokens {begin}..{end - 1}; record again")
+            ids = np.ascontiguousarray(part, dtype=np.int32)
             if size_bytes > IN_MEMORY_BYTES:
                 memory.madvise(mmap.MADV_DONTNEED)
             yield _block(ids.reshape(-1, top_k), begin, end, layers)
@@ -166,10 +190,16 @@ def _unpack(archive: zipfile.ZipFile, path: Path, memory: mmap.mmap, size_bytes:
                 if size_bytes > IN_MEMORY_BYTES:
                     # Written pages of a shared mapping count as memory of the process until they are let go.
                     memory.madvise(mmap.MADV_DONTNEED)
-    except (EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except MalformedDump:
+        raise
+    except _DAMAGE as error:
         raise MalformedDump(f"{path}: experts is truncated or damaged ({error}); copy the dump again") from None
     if done != size_bytes:
         raise MalformedDump(f"{path}: experts ends after {done} of {size_bytes} bytes; copy the dump again")
+
+
+def _line_of(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
 def _block(ids: npt.NDArray[np.int32], begin: int, end: int, layers: int) -> RowBlock:

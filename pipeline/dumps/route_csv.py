@@ -8,6 +8,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +24,18 @@ from pipeline.dumps.blocks import (
     first_bad_line,
     read_line,
 )
-from schemas.trace import PHASE_CODES, EngineObservation
+from schemas.trace import MAX_EXPERT_BYTES, PHASE_CODES, EngineObservation
 
 REQUIRED = ("turn", "phase", "step", "layer", "slot", "expert")
 _TYPES = {
-    "turn": pa.int64(), "phase": pa.int8(), "step": pa.int64(), "layer": pa.int32(), "slot": pa.int32(),
-    "expert": pa.int32(), "weight": pa.float32(), "residency": pa.int8(),
+    "turn": pa.int64(), "phase": pa.int64(), "step": pa.int64(), "layer": pa.int64(), "slot": pa.int64(),
+    "expert": pa.int64(), "weight": pa.float32(), "residency": pa.int64(),
 }  # fmt: skip
 _BLOCK_BYTES = 4 * 1024 * 1024
-_PAIR = re.compile(r"([a-z_]+)=(\S+)")
-_MAX_PREAMBLE_LINES = 100_000
+_MAX_PREAMBLE_LINES = 70_000
+_MAX_PREAMBLE_LINE_BYTES = 64 * 1024
+_MAX_FACTS = 1000
+_WHOLE = re.compile(rb"\s*-?[0-9]{1,18}\s*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,13 @@ def _fact(dump: DumpFile, preamble: _Preamble, name: str) -> int | None:
     value = preamble.facts.get(name)
     if value is None:
         return None
-    if not value.isascii() or not value.isdigit() or not 0 < int(value) < 2**31:
+    if not _is_count(value) or not 0 < int(value) < 2**31:
         raise MalformedDump(f"{dump.path}: the preamble says {name}={value[:40]!r}, wanted a positive whole number")
     return int(value)
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 18
 
 
 def _preamble(dump: DumpFile) -> _Preamble:
@@ -103,12 +110,16 @@ def _preamble(dump: DumpFile) -> _Preamble:
             if len(set(columns)) != len(columns):
                 raise MalformedDump(f"{dump.path}, line {number}: a column stands twice in {text[:200]!r}")
             return _Preamble(facts, expert_bytes, columns, number)
-        pairs = dict(_PAIR.findall(text))
+        if len(line) > _MAX_PREAMBLE_LINE_BYTES:
+            raise MalformedDump(f"{dump.path}, line {number}: a preamble line of {len(line)} bytes, at most 64 KiB")
+        pairs = {key: value for key, _, value in (word.partition("=") for word in text.split()) if value}
         layer, size = pairs.get("layer", ""), pairs.get("expert_bytes", "")
-        if layer.isdigit() and size.isdigit() and int(size) > 0:
+        if _is_count(layer) and _is_count(size) and int(layer) < 2**16 and 0 < int(size) <= MAX_EXPERT_BYTES:
             expert_bytes[int(layer)] = int(size)
-        else:
+        elif "layer" not in pairs:
             facts |= pairs
+        if len(facts) > _MAX_FACTS:
+            raise MalformedDump(f"{dump.path}, line {number}: over {_MAX_FACTS} different facts in the preamble")
     raise MalformedDump(f"{dump.path}: {_MAX_PREAMBLE_LINES} preamble lines and no header; wanted {','.join(REQUIRED)}")
 
 
@@ -179,16 +190,21 @@ def _bad_line(dump: DumpFile, preamble: _Preamble, wanted: list[str]) -> Malform
         if len(fields) != width:
             return f"{len(fields)} fields, wanted {width} ({','.join(preamble.columns)})"
         for name, place in places.items():
-            try:
-                number = float(fields[place]) if name == "weight" else int(fields[place])
-                if name != "weight" and not -(2**31) <= number < 2**31:
-                    raise ValueError
-            except ValueError:
+            field = fields[place]
+            if not (_is_weight(field) if name == "weight" else _WHOLE.fullmatch(field)):
                 kind = "a number" if name == "weight" else "a whole number"
-                return f"{name} is {fields[place][:40].decode('utf-8', 'replace')!r}, wanted {kind}"
+                return f"{name} is {field[:40].decode('utf-8', 'replace')!r}, wanted {kind}"
         return None
 
     return first_bad_line(dump, fault, skip_lines=preamble.lines)
+
+
+def _is_weight(field: bytes) -> bool:
+    try:
+        float(field)
+    except ValueError:
+        return False
+    return b"_" not in field
 
 
 class _Rows:
@@ -197,15 +213,15 @@ class _Rows:
     def __init__(self, dump: DumpFile, top_k: int) -> None:
         self.dump = dump
         self.top_k = top_k
-        self.held: dict[str, npt.NDArray[np.generic]] = {}
+        self.held: dict[str, npt.NDArray[Any]] = {}
         self.steps = 0
 
     def take(
-        self, columns: dict[str, npt.NDArray[np.generic]], lines_before: int, dropped: dict[str, int]
+        self, columns: dict[str, npt.NDArray[Any]], lines_before: int, dropped: dict[str, int]
     ) -> Iterator[RowBlock]:
         held_lines = len(self.held["slot"]) if self.held else 0
         columns["line"] = np.arange(lines_before + 1, lines_before + 1 + len(columns["slot"]))
-        unattributable = columns["step"] < 0  # type: ignore[operator]
+        unattributable = columns["step"] < 0
         if unattributable.any():
             # The engine itself says it cannot tell which token these routes belong to.
             reason = "unattributable: negative step"
@@ -237,7 +253,7 @@ class _Rows:
             grouped = {name: values.reshape(-1, self.top_k) for name, values in self.held.items()}
             yield from self._emit(grouped, self._step_starts(grouped))
 
-    def _step_starts(self, grouped: dict[str, npt.NDArray[np.generic]]) -> npt.NDArray[np.int64]:
+    def _step_starts(self, grouped: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
         """First rows of the steps; checks on the way that every row is whole."""
         wrong = (grouped["slot"] != np.arange(self.top_k)).any(axis=1)
         for name in ("turn", "phase", "step", "layer"):
@@ -250,6 +266,16 @@ class _Rows:
                 f"and layer, found slots {grouped['slot'][row].tolist()} at layers {grouped['layer'][row].tolist()}; "
                 "is a line missing, or is n_expert_used of the preamble wrong?"
             )
+        for name, limit in (("turn", 2**32), ("step", 2**32), ("layer", 2**16), ("expert", 2**31)):
+            outside = ((grouped[name] < -(2**31)) | (grouped[name] >= limit)).any(axis=1)
+            if name == "turn":
+                outside |= grouped[name][:, 0] < 0
+            if outside.any():
+                row = int(np.flatnonzero(outside)[0])
+                raise MalformedDump(
+                    f"{self.dump.path}, line {int(grouped['line'][row, 0])}: {name} {grouped[name][row].tolist()[:4]}, "
+                    f"wanted whole numbers below {limit}"
+                )
         turn, phase, step, layer = (grouped[name][:, 0].astype(np.int64) for name in ("turn", "phase", "step", "layer"))
         if not np.isin(phase, (0, 1)).all():
             row = int(np.flatnonzero(~np.isin(phase, (0, 1)))[0])
@@ -268,7 +294,7 @@ class _Rows:
             )
         return np.flatnonzero(begins)
 
-    def _emit(self, grouped: dict[str, npt.NDArray[np.generic]], starts: npt.NDArray[np.int64]) -> Iterator[RowBlock]:
+    def _emit(self, grouped: dict[str, npt.NDArray[Any]], starts: npt.NDArray[np.int64]) -> Iterator[RowBlock]:
         rows = len(grouped["slot"])
         ordinal = np.zeros(rows, dtype=np.int64)
         ordinal[starts] = 1

@@ -4,7 +4,6 @@ Names and suffixes are never looked at: published files lie about what they hold
 """
 
 import json
-import re
 from pathlib import Path
 
 from pipeline.dumps import events_csv, jsonl, npz, route_csv
@@ -15,7 +14,6 @@ KNOWN = (
     "JSONL {iteration, layer, experts}; conformance events CSV; each also gzipped, npz aside"
 )
 _COUNT_KEYS = {"routed", "counts", "expert_counts", "logical_count", "expert_activation", "heatmap", "selections"}
-_ELIDED = re.compile(rb"ffn_moe_\w+.*=|\.\.\.\s*,")
 
 
 def parse(dump: DumpFile, *, top_k_model: int | None, spool_folder: Path) -> ParsedDump:
@@ -42,7 +40,7 @@ def parse(dump: DumpFile, *, top_k_model: int | None, spool_folder: Path) -> Par
             f"{dump.path}: counts per layer and expert ({header[:120]!r}), not the routes of tokens; a count has no "
             "order, so no cache can be replayed on it: record the ids of every token"
         )
-    if _ELIDED.search(head):
+    if b"ffn_moe_" in head and b"..." in head:
         raise RefusedDump(
             f"{dump.path}: printed tensors whose axes are shortened to `...`, so ids are lost; "
             "write ffn_moe_topk with its strides instead"
@@ -98,10 +96,11 @@ def _parse_json(dump: DumpFile, line: str, head: bytes, top_k_model: int | None)
 
 
 def _first_line(dump: DumpFile, head: bytes) -> str:
-    for line in head.splitlines():
+    stream, read = dump.stream(), 0
+    while read < MAX_LINE_BYTES and (line := stream.readline(MAX_LINE_BYTES)):
+        read += len(line)
         if line.strip():
-            whole = line if b"\n" in head else dump.stream().readline(MAX_LINE_BYTES)
-            return whole.decode("utf-8", errors="replace").strip()
+            return line.decode("utf-8", errors="replace").strip()
     return head[:200].decode("utf-8", errors="replace")
 
 
