@@ -1097,7 +1097,7 @@ class _Canonical:
             layer = self.layer_numbers[int(self.state.longest_window.argmax())]
             raise MalformedDump(
                 f"{self.path}, layer {layer}: {longest} rows in a row share no id, as if they partition the "
-                f"{num_experts} experts (a run of {window} is looked for; {expected:.2g} are expected by chance): the flat "
+                f"{num_experts} experts (a run of {window} is looked for, {expected:.2g} expected by chance): the flat "
                 "copy of a strided top-k view, not routes; copy the view with its row stride when recording"
             )
         return CheckRecord(
