@@ -12,11 +12,12 @@ import dagster as dg
 import polars as pl
 
 from pipeline import report as report_module
-from pipeline.canonical import PARSER_VERSION, ingest, read_stored, read_user_metadata, trace_id_for
+from pipeline.canonical import PARSER_VERSION
 from pipeline.checks import SCHEMA_CHECK, schema_check_result, schema_check_specs
 from pipeline.dumps.blocks import MalformedDump
 from pipeline.hit_rates import hit_rate as simulate_hit_rate
 from pipeline.hit_rates import miss_ratio_curve as simulate_miss_ratio_curve
+from pipeline.ingest import ingest, read_stored, read_user_metadata, trace_id_for
 from pipeline.locality import domain_overlap as measure_domain_overlap
 from pipeline.locality import trace_locality as measure_trace_locality
 from pipeline.lookahead import lookahead_recall as measure_lookahead_recall

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import dagster as dg
 
 from pipeline.assets import DUMP_TAG, OVER_TRACES, PER_TRACE, TRACES, DataFolderResource, is_dump
-from pipeline.canonical import metadata_file, read_user_metadata, trace_id_for
+from pipeline.ingest import metadata_file, read_user_metadata, trace_id_for
 from pipeline.results import stale_traces
 from schemas.files import DataFolder
 

@@ -1,19 +1,15 @@
-"""Parsed dump → canonical trace: layer numbers, typing of passes, event numbers, the checks of a whole dump, the file.
+"""Parsed dump → canonical rows: layer numbers, typing of passes, event numbers, the checks of a whole dump.
 
-In: a raw dump and what its user says of it. Out: `data/traces/<trace_id>.parquet`, validated before it gets its name,
-or an error that says where, what was wanted, what was found and what to do. Layout knowledge belongs to `dumps`.
+In: a `ParsedDump` and what its user says of it. Out: tables of canonical rows and, at the end, the trace's metadata, or
+an error that says where, what was wanted, what was found and what to do. Layout knowledge belongs to `dumps`, files to
+`ingest`.
 
 Letters: R rows of a block, K experts per row, L layers seen so far.
 """
 
-import contextlib
 import itertools
-import json
 import math
-import re
-import tomllib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,34 +18,24 @@ import numba
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from pipeline.dumps import sniff
-from pipeline.dumps.blocks import DumpFile, MalformedDump, ParsedDump, RowBlock
-from replayer.trace import MAX_OBJECTS, MalformedTrace, read_metadata, trace_parts
+from pipeline.dumps.blocks import MalformedDump, ParsedDump, RowBlock
+from replayer.trace import MAX_OBJECTS
 from schemas.columns import PASS_KINDS, PHASES
-from schemas.files import DataFolder, publish, remove_stale
 from schemas.trace import (
-    MAX_TOP_K,
-    METADATA_KEY,
     PASS_KIND_CODES,
     PHASE_CODES,
     SCHEMA_VERSION,
-    TRACE_ID_PATTERN,
     CheckRecord,
     Counts,
     Source,
     TraceMetadata,
     UserMetadata,
-    arrow_schema,
 )
-from schemas.validation import validate_trace
 
 PARSER_VERSION = 1
 """Raised whenever the same dump would give another trace; older traces are parsed again by the nightly schedule."""
-
-_TEXTS = ("model", "engine", "domain", "capture_method", "id_space", "weight_kind", "phase")
 
 WARMUP_ROWS = 16
 """Shortest leading block of one identical row, in all layers, that counts as the engine's warm-up (published ones
@@ -78,259 +64,6 @@ SHORT_WINDOW_CHANCE = 1e-4
 
 COLLAPSE_SHARE = 0.9
 """Share of a layer's selections on its k most selected experts from which on a collapse is named; it can be real."""
-
-
-@dataclass(frozen=True)
-class Ingested:
-    """A trace that is in the data folder, and whether this call wrote it."""
-
-    metadata: TraceMetadata
-    path: Path
-    is_new: bool
-
-    @property
-    def warnings(self) -> list[str]:
-        found = [f"{check.name}: {check.found}" for check in self.metadata.checks if check.outcome == "warned"]
-        return found if self.is_new else ["already ingested: the same dump is one trace", *found]
-
-
-# What the user says
-
-
-def read_user_metadata(dump_path: Path, overrides: Sequence[str] = ()) -> UserMetadata:
-    """What the user says of a dump: `<dump>.toml` (or the dump's name with its last suffix replaced), then overrides.
-
-    An override is `key=value`; the value is read as JSON where it is JSON, else as text.
-
-    Raises:
-        MalformedDump: unreadable TOML, an unknown key, a value of a wrong type.
-    """
-    said: dict[str, object] = {}
-    where = "--meta"
-    beside = metadata_file(dump_path)
-    if beside is not None:
-        where = str(beside)
-        try:
-            said = tomllib.loads(beside.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise MalformedDump(f'{beside}: no TOML ({reason}); wanted lines like model = "name"') from None
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise MalformedDump(f"--meta {override!r}: wanted key=value, for example --meta domain=code")
-        said[key.strip()] = value
-        if key.strip() not in _TEXTS:
-            with contextlib.suppress(ValueError, RecursionError):
-                said[key.strip()] = json.loads(value)
-    try:
-        return UserMetadata.model_validate(said)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "metadata"
-        known = ", ".join(UserMetadata.model_fields)
-        raise MalformedDump(
-            f"{where}: {key}: {first['msg']} (found {first['input']!r:.80}); known keys: {known}"
-        ) from None
-
-
-def metadata_file(dump_path: Path) -> Path | None:
-    """The TOML file beside a dump: `<dump>.toml`, else the dump's name with its last suffix replaced; null if none."""
-    if not dump_path.name:
-        return None
-    for name in (dump_path.name + ".toml", dump_path.stem + ".toml"):
-        beside = dump_path.parent / name
-        with contextlib.suppress(OSError):
-            if beside.is_file():
-                return beside
-    return None
-
-
-def identity(dump: DumpFile, user: UserMetadata) -> tuple[str, str]:
-    """(SHA-256 of the bytes, of bytes and user-given metadata), hexadecimal."""
-    digest = dump.sha256()
-    source = digest.hexdigest()
-    said = user.model_dump(exclude_none=True)
-    if said:
-        digest.update(b"\0" + json.dumps(said, sort_keys=True).encode())
-    return source, digest.hexdigest()
-
-
-def slug(file_name: str) -> str:
-    """A dump's name without its suffixes, as the readable head of a trace_id."""
-    stem = re.sub(r"(\.(gz|npz|csv|jsonl|json|txt|route|pt|bin))+$", "", file_name.lower())
-    return re.sub(r"[^a-z0-9]+", "-", stem).strip("-")[:60] or "dump"
-
-
-# From a dump to a file
-
-
-def ingest(path: Path, data: DataFolder, user: UserMetadata, *, trace_id: str | None = None) -> Ingested:
-    """The canonical trace of a dump, written unless it is already there.
-
-    Raises:
-        MalformedDump, RefusedDump: the dump is broken or can be no trace, or `trace_id` is taken. OSError: I/O.
-    """
-    if trace_id is not None and not TRACE_ID_PATTERN.fullmatch(trace_id):
-        raise MalformedDump(f"--trace-id {trace_id!r}: wanted lower-case letters, digits, `.`, `_`, `-`, at most 128")
-    remove_stale(data.traces)
-    with DumpFile(path) as dump:
-        source_sha256, whole = identity(dump, user)
-        given, trace_id = trace_id, trace_id or f"{slug(path.name)}-{whole[:12]}"
-        there = _same_dump(data, source_sha256, user)
-        if there is not None:
-            if given is not None and there.trace_id != given:
-                raise MalformedDump(
-                    f"{path}: already ingested as {there.trace_id}, and the same dump is one trace; use that id, or "
-                    f"remove {data.trace_file(there.trace_id)} first"
-                )
-            trace_id = there.trace_id
-            if there.parser_version >= PARSER_VERSION:
-                return Ingested(there, data.trace_file(trace_id), is_new=False)
-        elif (other := _readable_source(data.trace_file(trace_id))) is not None:
-            raise MalformedDump(
-                f"{path}: trace id {trace_id} already names another dump ({other.file}, SHA-256 {other.sha256[:12]}…); "
-                "choose another --trace-id"
-            )
-        supersedes = there.supersedes if there else _superseded(data, path, whole)
-        target = data.trace_file(trace_id)
-
-        def claim() -> None:
-            # Whoever published the same name meanwhile must have meant the same dump, and the same dump the same name.
-            source = _readable_source(target)
-            if there is None and source is not None and source.sha256 != source_sha256:
-                raise MalformedDump(f"{path}: trace id {target.stem} was taken meanwhile; choose another --trace-id")
-            twin = _same_dump(data, source_sha256, user)
-            if twin is not None and twin.trace_id != target.stem:
-                raise MalformedDump(f"{path}: ingested as {twin.trace_id} meanwhile, and the same dump is one trace")
-
-        with publish(target, claim=claim) as temporary:
-            source = (path, source_sha256)
-            metadata = _write(dump, temporary, source, user, trace_id, supersedes, data.traces)
-            validate_trace(trace_parts(temporary), metadata)
-            dump.check_unchanged()
-    return Ingested(metadata, target, is_new=True)
-
-
-def inspect(path: Path, user: UserMetadata, spool_folder: Path) -> TraceMetadata:
-    """The metadata a dump's trace would have, with every check run; nothing is kept.
-
-    Raises:
-        As `ingest`.
-    """
-    with DumpFile(path) as dump:
-        source_sha256, whole = identity(dump, user)
-        trace_id = f"{slug(path.name)}-{whole[:12]}"
-        metadata = _write(dump, None, (path, source_sha256), user, trace_id, None, spool_folder)
-        dump.check_unchanged()
-        return metadata
-
-
-def trace_id_for(path: Path, data: DataFolder, user: UserMetadata) -> str:
-    """The id of the dump's trace: the one it has in the folder, else the one it will have."""
-    with DumpFile(path) as dump:
-        source_sha256, whole = identity(dump, user)
-    there = _same_dump(data, source_sha256, user)
-    return there.trace_id if there else f"{slug(path.name)}-{whole[:12]}"
-
-
-def read_stored(data: DataFolder, trace_id: str) -> TraceMetadata:
-    """The metadata of a trace of the folder.
-
-    Raises:
-        MalformedTrace: the file is no canonical trace, or it is another one's: a copied or renamed file.
-    """
-    file = data.trace_file(trace_id)
-    metadata = read_metadata(file)
-    if metadata.trace_id != trace_id:
-        raise MalformedTrace(f"{file}: holds trace {metadata.trace_id}; give it that name back, or remove the copy")
-    return metadata
-
-
-def _readable_source(file: Path) -> Source | None:
-    # A damaged trace names no dump any more; ingesting its dump again is how it is mended.
-    try:
-        return read_metadata(file).source
-    except (MalformedTrace, FileNotFoundError):
-        return None
-
-
-def stored_metadata(data: DataFolder) -> Iterator[TraceMetadata]:
-    """Metadata of every readable trace in the folder; files that are none are passed over."""
-    for trace_id in data.trace_ids():
-        with contextlib.suppress(MalformedTrace, OSError):
-            yield read_stored(data, trace_id)
-
-
-def _same_dump(data: DataFolder, source_sha256: str, user: UserMetadata) -> TraceMetadata | None:
-    for metadata in stored_metadata(data):
-        if metadata.source.sha256 == source_sha256 and metadata.user_metadata == user:
-            return metadata
-    return None
-
-
-def _superseded(data: DataFolder, path: Path, whole: str) -> str | None:
-    folder = str(path.absolute().parent)
-    earlier = [
-        metadata.trace_id
-        for metadata in stored_metadata(data)
-        if (metadata.source.file, metadata.source.folder) == (path.name, folder)
-        and not metadata.trace_id.endswith(whole[:12])
-    ]
-    return max(earlier, key=lambda trace_id: data.trace_file(trace_id).stat().st_mtime_ns, default=None)
-
-
-def _write(
-    dump: DumpFile,
-    target: Path | None,
-    source: tuple[Path, str],
-    user: UserMetadata,
-    trace_id: str,
-    supersedes: str | None,
-    spool_folder: Path,
-) -> TraceMetadata:
-    parsed = sniff.parse(dump, top_k_model=user.top_k_model, spool_folder=spool_folder)
-    if parsed.top_k > MAX_TOP_K:
-        raise MalformedDump(
-            f"{dump.path}: {parsed.top_k} experts per token, at most {MAX_TOP_K} are supported; are they scores?"
-        )
-    canonical = _Canonical(dump.path, parsed, user)
-    schema = arrow_schema(parsed.top_k)
-    with contextlib.ExitStack() as stack:
-        writer = None
-        if target is not None:
-            writer = stack.enter_context(_writer(target, schema))
-            # Encoding runs without the interpreter lock: the next block is read meanwhile, and one waits at most.
-            thread = stack.enter_context(ThreadPoolExecutor(1))
-        writing: Future[None] | None = None
-        for block in canonical.blocks():
-            table = canonical.table(block, schema)
-            if writer is None:
-                continue
-            if writing is not None:
-                writing.result()
-            writing = thread.submit(writer.write_table, table)
-        if writing is not None:
-            writing.result()
-        metadata = canonical.metadata(source, trace_id, supersedes, dump.size_bytes)
-        if writer is not None:
-            writer.add_key_value_metadata({METADATA_KEY: metadata.model_dump_json().encode()})
-    return metadata
-
-
-def _writer(target: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    # Dictionary bit-packing of the ids does nearly all of the compression; float16 stays PLAIN, since DuckDB cannot
-    # read other encodings of it.
-    deltas = ("event_id", "step_id", "request_id", "token_position")
-    return pq.ParquetWriter(
-        target,
-        schema,
-        compression="zstd",
-        compression_level=3,
-        use_dictionary=["phase", "pass_kind", "layer_id", "row_in_event", "expert_ids.list.element"],
-        column_encoding=dict.fromkeys(deltas, "DELTA_BINARY_PACKED"),
-        write_page_index=True,
-    )
 
 
 # Typing of passes
@@ -484,7 +217,7 @@ class _PassShape:
 
 
 @dataclass(frozen=True)
-class _Numbered:
+class NumberedBlock:
     """A block with its layers as compact indices and its records (one layer of one pass) found."""
 
     block: RowBlock
@@ -495,7 +228,7 @@ class _Numbered:
     record_step: npt.NDArray[np.int64]
 
 
-class _Canonical:
+class Canonical:
     """The state of one ingest: walks the parsed blocks, checks them, numbers events, and sums up."""
 
     def __init__(self, path: Path, parsed: ParsedDump, user: UserMetadata) -> None:
@@ -545,7 +278,7 @@ class _Canonical:
 
     # Walking
 
-    def blocks(self) -> Iterator[_Numbered]:
+    def blocks(self) -> Iterator[NumberedBlock]:
         """Checked blocks of whole steps; the leading rows are held until it is known whether they are warm-up."""
         held: list[RowBlock] = []
         leading, leading_rows = True, 0
@@ -630,7 +363,7 @@ class _Canonical:
         first = int(np.flatnonzero(differs)[0])
         return int(np.searchsorted(block.step, block.step[first]))
 
-    def _checked(self, block: RowBlock, warmup_rows: int) -> _Numbered:
+    def _checked(self, block: RowBlock, warmup_rows: int) -> NumberedBlock:
         layer = self.index_of_layer[block.layer]
         phase = block.phase
         if self.user.phase is not None:
@@ -652,7 +385,7 @@ class _Canonical:
         self._check_positions(block, layer, counted)
         first_row, step, kinds = self._records(block, phase)
         self._look_at_weights(block, counted)
-        numbered = _Numbered(block, layer, phase, kinds, first_row, step)
+        numbered = NumberedBlock(block, layer, phase, kinds, first_row, step)
         self._sum_up(numbered)
         return numbered
 
@@ -768,7 +501,7 @@ class _Canonical:
         before = self.weight_sums or (low, high)
         self.weight_sums = (min(before[0], low), max(before[1], high))
 
-    def _sum_up(self, numbered: _Numbered) -> None:
+    def _sum_up(self, numbered: NumberedBlock) -> None:
         block, phase = numbered.block, numbered.phase
         bounds = np.append(numbered.record_first_row, block.rows)
         self.accesses += int(_union_sizes(bounds, block.expert_ids, self.seen_in, self.events))
@@ -785,7 +518,7 @@ class _Canonical:
 
     # Writing
 
-    def number(self, numbered: _Numbered) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def number(self, numbered: NumberedBlock) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(event_id, row_in_event) of the block's rows; counts events and steps on."""
         first_row, rows = numbered.record_first_row, numbered.block.rows
         lengths = np.diff(np.append(first_row, rows))
@@ -797,7 +530,7 @@ class _Canonical:
             raise MalformedDump(f"{self.path}: more than 2^32 events; split the dump")
         return event, row_in_event
 
-    def table(self, numbered: _Numbered, schema: pa.Schema) -> pa.Table:
+    def table(self, numbered: NumberedBlock, schema: pa.Schema) -> pa.Table:
         """The block as rows of the canonical trace."""
         block = numbered.block
         event, row_in_event = self.number(numbered)

@@ -16,8 +16,8 @@ from typing import Any
 
 import polars as pl
 
-from pipeline.canonical import Ingested, ingest, inspect, read_user_metadata
 from pipeline.dumps.blocks import MalformedDump, RefusedDump
+from pipeline.ingest import Ingested, ingest, inspect, read_user_metadata
 from replayer.command import Parser, run
 from replayer.quantities import format_bytes
 from replayer.trace import MalformedTrace

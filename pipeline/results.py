@@ -12,7 +12,8 @@ from pathlib import Path
 import polars as pl
 import pyarrow.parquet as pq
 
-from pipeline.canonical import PARSER_VERSION, read_stored
+from pipeline.canonical import PARSER_VERSION
+from pipeline.ingest import read_stored
 from replayer.trace import MalformedTrace
 from schemas.files import DataFolder, publish, remove_stale
 from schemas.tables import TABLES, Table

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.canonical import ingest, read_user_metadata
 from pipeline.dumps.blocks import DumpFile, MalformedDump, RefusedDump
+from pipeline.ingest import ingest, read_user_metadata
 from schemas.files import DataFolder
 from schemas.trace import UserMetadata
 from tests.raw_dumps import npy_bytes, npz_dump, random_routes, route_csv_dump, speculative_dump, tok_layers_dump

@@ -18,7 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import canonical
-from pipeline.canonical import MalformedDump, ingest, inspect, type_passes
+from pipeline.canonical import type_passes
+from pipeline.dumps.blocks import MalformedDump
+from pipeline.ingest import ingest, inspect
 from replayer.trace import MalformedTrace, read_metadata, read_trace, trace_parts
 from schemas.columns import PASS_KINDS
 from schemas.files import DataFolder, publish, remove_stale
@@ -165,12 +167,12 @@ def _ingest_in_child(dump: Path, data: Path, prelude: str = "") -> subprocess.Po
 SLOW = """
 import time
 from pipeline import canonical
-original = canonical._Canonical.table
+original = canonical.Canonical.table
 def slow(self, block, schema):
     print('writing', flush=True)
     time.sleep(0.3)
     return original(self, block, schema)
-canonical._Canonical.table = slow
+canonical.Canonical.table = slow
 from pipeline.dumps import npz
 npz.ROWS_PER_BLOCK = 30
 """

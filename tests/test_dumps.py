@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.canonical import Ingested, ingest, read_user_metadata
+from pipeline.ingest import Ingested, ingest, read_user_metadata
 from schemas.files import DataFolder
 from schemas.trace import UserMetadata
 from tests.raw_dumps import npz_dump, random_routes, route_csv_dump, speculative_dump, tok_layers_dump

@@ -1,6 +1,10 @@
 """The Dagster graph end to end on a tiny dump, in this process, with temporary paths."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import dagster as dg
@@ -10,14 +14,15 @@ import pytest
 
 from pipeline import assets, automation, results
 from pipeline.automation import new_dumps
-from pipeline.canonical import ingest, read_user_metadata
 from pipeline.definitions import defs, materialize
+from pipeline.ingest import ingest, read_user_metadata
 from pipeline.results import PER_TRACE_TABLES, stale_traces
 from schemas.files import DataFolder
 from schemas.tables import TABLES
 from schemas.trace import UserMetadata
 from tests.raw_dumps import random_routes, route_csv_dump, tok_layers_dump
 
+ROOT = Path(__file__).parents[1]
 GRAPH = {
     "routing": set(),
     "trace": {"routing"},
@@ -239,3 +244,28 @@ def test_the_same_dump_under_two_names_is_one_partition(data):
     drop(data, "b.csv")
     _, cursor, _ = new_dumps(data, None)
     assert [name for _, name in new_dumps(data, cursor)[0]] == ["a.csv"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_in_one_line_and_builds_no_warehouse_of_half_the_results(data, number, tmp_path):
+    trace_id = ingest(drop(data, "a.csv"), data, UserMetadata()).metadata.trace_id
+    program = f"""
+import os, sys
+from pipeline import assets
+from pipeline.cli import main
+written = assets.write_result
+def interrupted(folder, table, *rest):
+    if table.name == "hit_rate":
+        os.kill(os.getpid(), {int(number)})
+    return written(folder, table, *rest)
+assets.write_result = interrupted
+sys.exit(main(["run", "--data", {str(data.root)!r}]))
+"""
+    environment = {**os.environ, "DAGSTER_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "expert-tier: interrupted; nothing half-written was kept\n"
+    assert not data.warehouse.exists()
+    assert materialize(data, [trace_id]) == []

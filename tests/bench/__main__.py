@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from pipeline.canonical import ingest
+from pipeline.ingest import ingest
 from schemas.files import DataFolder
 from schemas.trace import UserMetadata
 
