@@ -2,5 +2,5 @@
 
 Read in this order: `trace` (canonical Parquet → events), `policies` (numba kernels that decide hit or miss),
 `simulate` (contracts, windows and counts over the kernels' decisions), `quantities` (byte sizes as people write them).
-`python -m replayer` is the command line.
+`cli` is the command line, `python -m replayer`.
 """

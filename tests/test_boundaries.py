@@ -17,7 +17,7 @@ def loaded_by(code: str) -> set[str]:
 
 def test_simulating_loads_neither_torch_nor_dagster_nor_duckdb_nor_pandas():
     heavy = {"torch", "dagster", "duckdb", "pandas", "pandera", "pipeline", "warehouse", "matplotlib"}
-    assert not heavy & loaded_by("import replayer.simulate, replayer.__main__")
+    assert not heavy & loaded_by("import replayer.simulate, replayer.cli")
 
 
 def test_a_whole_simulation_loads_none_of_them_either(tmp_path):
@@ -33,7 +33,7 @@ main(["ingest", {str(tmp_path / "a.jsonl")!r}, "--data", {str(tmp_path)!r}, "--t
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
     trace = tmp_path / "traces" / "tiny.parquet"
     simulated = loaded_by(
-        "from replayer.__main__ import main\n"
+        "from replayer.cli import main\n"
         f"assert main(['simulate', {str(trace)!r}, '--policy', 'lru,belady_bypass', '--capacity-experts', '4']) == 0"
     )
     assert not {"torch", "dagster", "duckdb", "pandas", "pandera", "pipeline", "warehouse"} & simulated

@@ -253,7 +253,7 @@ def test_a_full_disk_is_one_clear_line_and_nothing_is_left(tmp_path):
     dump.write_bytes(npz_dump(random_routes(1500, 3, 200, 4)))
     # The mount lives in a namespace of its own and ends with the shell, whatever happens to it.
     script = (
-        f"mount -t tmpfs -o size=16k none {tmp_path}/data && {sys.executable} -m pipeline.cli ingest {dump} "
+        f"mount -t tmpfs -o size=16k none {tmp_path}/data && {sys.executable} -m pipeline ingest {dump} "
         f"--data {tmp_path}/data; echo rc=$?; ls -A {tmp_path}/data/traces"
     )
     (tmp_path / "data").mkdir()

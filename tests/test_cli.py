@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from pipeline import cli
-from replayer import __main__ as replayer_cli
+from replayer import cli as replayer_cli
 from schemas.documents import IngestedTrace, Inspection, Relation, RunSummary, Simulation
 from tests.raw_dumps import npz_dump, random_routes, route_csv_dump
 
@@ -192,7 +192,7 @@ def test_debug_shows_the_traceback(tmp_path):
 
 def test_a_closed_pipe_is_quiet(tmp_path):
     (tmp_path / "a.npz").write_bytes(npz_dump(random_routes(40, 3, 16, 2)))
-    command = f"{sys.executable} -m pipeline.cli inspect {tmp_path}/a.npz | true"
+    command = f"{sys.executable} -m pipeline inspect {tmp_path}/a.npz | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False)
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr

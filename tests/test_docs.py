@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from replayer import __main__ as replayer_cli
+from replayer import cli as replayer_cli
 from schemas.__main__ import dictionary
 from schemas.tables import TABLES
 from schemas.trace import UserMetadata

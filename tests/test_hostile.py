@@ -16,7 +16,7 @@ import pytest
 from pipeline import cli
 from pipeline.dumps.blocks import MalformedDump, RefusedDump
 from pipeline.ingest import Ingested, ingest, inspect, read_stored, read_user_metadata
-from replayer import __main__ as replayer_cli
+from replayer import cli as replayer_cli
 from replayer.simulate import Capacity, UnusableRequest, prepare, simulate
 from replayer.trace import MalformedTrace, read_trace
 from schemas.files import DataFolder

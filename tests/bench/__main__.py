@@ -177,7 +177,7 @@ def bench_memory(folder: Path) -> None:
 
 def _memory_of(folder: Path, name: str) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as data:
-        command = [sys.executable, "-m", "pipeline.cli", "ingest", str(folder / name), "--data", data]
+        command = [sys.executable, "-m", "pipeline", "ingest", str(folder / name), "--data", data]
         seconds, peak = peak_of(command)
     size = (folder / name).stat().st_size
     (folder / name).unlink()
