@@ -18,11 +18,12 @@ from pipeline.dumps.blocks import MalformedDump
 from pipeline.hit_rates import hit_rate as simulate_hit_rate
 from pipeline.hit_rates import miss_ratio_curve as simulate_miss_ratio_curve
 from pipeline.ingest import ingest, read_stored, read_user_metadata, trace_id_for
+from pipeline.locality import OVERLAP_TOP_EXPERTS
 from pipeline.locality import domain_overlap as measure_domain_overlap
 from pipeline.locality import trace_locality as measure_trace_locality
 from pipeline.lookahead import lookahead_recall as measure_lookahead_recall
 from pipeline.results import check_rows, trace_inputs, trace_row, write_result
-from replayer.trace import Trace, read_metadata, read_trace, trace_parts
+from replayer.trace import Trace, read_trace, trace_parts
 from schemas.columns import COLUMNS
 from schemas.files import ENVIRONMENT_VARIABLE, DataFolder
 from schemas.tables import TABLES
@@ -230,16 +231,25 @@ lookahead_recall = _per_trace(
 def domain_overlap(data: DataFolderResource) -> Iterator[Any]:
     """Compares every pair of traces of one shape."""
     folder = data.folder
-    ids = folder.trace_ids()
+    everything = {trace_id: read_stored(folder, trace_id) for trace_id in folder.trace_ids()}
+    superseded = {metadata.supersedes for metadata in everything.values()}
+    ids = [trace_id for trace_id in everything if trace_id not in superseded]
     frames = [TABLES["domain_overlap"].frame([])]
     for ordinal, first in enumerate(ids):
-        mine = read_metadata(folder.trace_file(first))
+        mine = everything[first]
+        # The same dump under other metadata says nothing of domains.
         alike = [
-            other for other in ids[ordinal + 1 :] if _shape(read_metadata(folder.trace_file(other))) == _shape(mine)
+            other
+            for other in ids[ordinal + 1 :]
+            if _shape(everything[other]) == _shape(mine) and everything[other].source.sha256 != mine.source.sha256
         ]
         if alike:
             one = read_trace(folder.trace_file(first))
-            frames += [measure_domain_overlap(one, read_trace(folder.trace_file(other))) for other in alike]
+            # A set of all experts of a layer overlaps with any other by definition.
+            sizes = [size for size in OVERLAP_TOP_EXPERTS if size < max(mine.experts_per_layer)]
+            frames += [
+                measure_domain_overlap(one, read_trace(folder.trace_file(other)), top_experts=sizes) for other in alike
+            ]
     yield from _written(folder, "domain_overlap", "all", pl.concat(frames), {"traces": ",".join(ids)}, _nothing)
 
 

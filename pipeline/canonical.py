@@ -724,6 +724,7 @@ class Canonical:
                 else f"all {self.rows} rows have ascending ids, so router order is lost",
             ),
             self._skew_check(),
+            self._top_k_check(),
             self._frozen_check(),
             self._position_check(),
         ]
@@ -891,6 +892,17 @@ class Canonical:
         found = f"{self.descending_rows} of {self.weight_rows} rows fall; sums {low:.4g}..{high:.4g}"
         agrees = self.descending_rows == self.weight_rows
         return CheckRecord(name="weights agree", outcome="passed" if agrees else "warned", wanted=wanted, found=found)
+
+    def _top_k_check(self) -> CheckRecord:
+        model = self.user.top_k_model or self.parsed.top_k_model
+        differs = model is not None and model != self.top_k
+        return CheckRecord(
+            name="k is the model's",
+            outcome="warned" if differs else "passed" if model is not None else "not_applicable",
+            wanted="as many experts per token as the model's configuration says",
+            found=f"{self.top_k} in the dump, {model if model is not None else 'unknown'} in the model"
+            + ("; an override of the engine, padding, or a fused shared expert?" if differs else ""),
+        )
 
     def _frozen_check(self) -> CheckRecord:
         runs = self.state.longest_run

@@ -7,17 +7,20 @@ are loaded only by the commands that need them.
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from pipeline.dumps.blocks import MalformedDump, RefusedDump
-from pipeline.ingest import Ingested, ingest, inspect, read_user_metadata
+from pipeline.ingest import Ingested, WrongMetadata, ingest, inspect, read_user_metadata
+from pipeline.results import stale_traces
 from replayer.command import Parser, run
 from replayer.quantities import format_bytes
 from replayer.trace import MalformedTrace
@@ -45,11 +48,13 @@ a first session:
   expert-tier ingest my.npz --meta domain=code     raw dump → data/traces/<trace_id>.parquet
   expert-tier run                                  analyses of all traces, warehouse, report
   expert-tier query --list                         tables and views, with what they answer
-  expert-tier query "SELECT policy, hit_rate FROM hit_rate WHERE semantics = 'event_atomic'"
+  expert-tier query "SELECT trace_id, scope, policy, capacity_experts_total, hit_rate FROM hit_rate
+                     WHERE semantics = 'event_atomic' ORDER BY ALL"
 
 exit codes: 0 done, 1 the work failed (bad data, interrupted), 2 the call was wrong.
 """
 
+MAX_ROWS_SHOWN = 200
 _META_HELP = "what the dump does not say, as key=value (repeatable); a file <dump>.toml beside it does the same"
 
 
@@ -60,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"expert-tier {version('expert-tier')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
     def add(name: str, function: Callable[[argparse.Namespace], int], help_text: str, **texts: Any) -> Any:
@@ -94,7 +100,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
     command = add("run", _run, "Runs the analyses of traces, then fills the warehouse and writes the report.")
-    command.add_argument("--trace", nargs="+", action="extend", metavar="ID", help="only these (default: all traces)")
+    command.add_argument(
+        "--trace", nargs="+", action="extend", metavar="ID",
+        help="these, again if need be (default: all that are new, changed, or made by an older version)",
+    )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
     command = add("query", _query, "Asks the warehouse in DuckDB SQL; the file is opened read-only.")
@@ -210,30 +219,38 @@ def _described(metadata: TraceMetadata) -> list[str]:
 def _run(arguments: argparse.Namespace) -> int:
     data = _folder(arguments)
     there = data.trace_ids()
-    wanted = list(dict.fromkeys(arguments.trace or there))
+    if not there:
+        raise UnknownTrace(f"no trace in {data.traces}; make one with: expert-tier ingest DUMP")
+    stale = [one.trace_id for one in stale_traces(data)]
+    wanted = stale if arguments.trace is None else list(dict.fromkeys(arguments.trace))
     missing = [trace_id for trace_id in wanted if trace_id not in there]
     if missing:
-        known = f"known: {', '.join(there[:5])}" if there else "there is none yet"
-        raise UnknownTrace(f"no trace {missing[0]!r} in {data.traces}; {known}. Make one with: expert-tier ingest DUMP")
-    if not wanted:
-        raise UnknownTrace(f"no trace in {data.traces}; make one with: expert-tier ingest DUMP")
+        raise WrongCall(f"no trace {missing[0]!r} in {data.traces}; known: {', '.join(there[:5])}")
     document = _materialize(data, wanted)
     if arguments.json:
         print(json.dumps(document))
     else:
-        print(f"{len(wanted)} traces analysed; {sum(document['tables'].values()):,} rows in {data.warehouse}")
+        current = len(there) - len(wanted)
+        print(
+            f"{len(wanted)} traces analysed, {current} unchanged; {sum(document['tables'].values()):,} rows in "
+            f"{data.warehouse}"
+        )
         print(f"report: {data.report}")
     return 0
 
 
 def _materialize(data: DataFolder, trace_ids: Sequence[str]) -> dict[str, Any]:
-    from pipeline.definitions import materialize
+    from pipeline.definitions import materialize_all, materialize_trace
     from warehouse.build import list_relations
 
     if not os.access(data.root, os.W_OK):
         raise PermissionError(f"{data.root}: not writable, so no results can be kept in it; choose another --data")
-    with _Progress(f"analysing {len(trace_ids)} traces"):
-        failed = materialize(data, trace_ids)
+    failed = []
+    for ordinal, trace_id in enumerate(trace_ids, start=1):
+        with _Progress(f"analysing {trace_id} ({ordinal} of {len(trace_ids)})"):
+            failed += materialize_trace(data, trace_id)
+    with _Progress("building the warehouse and the report"):
+        failed += materialize_all(data)
     if failed:
         first = failed[0]
         where = f"{first.name} of {first.trace_id}" if first.trace_id else first.name
@@ -262,11 +279,29 @@ def _query(arguments: argparse.Namespace) -> int:
     elif arguments.format == "csv":
         sys.stdout.write(_flat(frame).write_csv())
     else:
-        with pl.Config(
-            tbl_rows=200, tbl_cols=-1, tbl_width_chars=200, fmt_str_lengths=80, tbl_hide_dataframe_shape=True
-        ):
-            print(frame)
+        print(_printed(frame))
     return 0
+
+
+def _printed(frame: pl.DataFrame) -> str:
+    """The frame as a table, or row by row with one value a line where the table would be wider than the terminal."""
+    columns = shutil.get_terminal_size(fallback=(160, 24)).columns
+    with pl.Config(
+        tbl_rows=MAX_ROWS_SHOWN,
+        tbl_cols=-1,
+        fmt_str_lengths=400,
+        tbl_width_chars=10_000,
+        tbl_hide_dataframe_shape=True,
+        tbl_hide_column_data_types=True,
+    ):
+        table = str(frame)
+    if frame.width < 2 or all(len(line) <= columns for line in table.splitlines()):
+        return table
+    longest = max(map(len, frame.columns))
+    lines = []
+    for number, row in enumerate(frame.head(MAX_ROWS_SHOWN).iter_rows(named=True), start=1):
+        lines += [f"── row {number} of {frame.height}", *(f"{name:<{longest}}  {value}" for name, value in row.items())]
+    return "\n".join(lines)
 
 
 def _flat(frame: pl.DataFrame) -> pl.DataFrame:
@@ -331,10 +366,11 @@ def _answer(data: DataFolder, done: Sequence[Ingested]) -> list[str]:
     recall = query(data.root, "SELECT * FROM lookahead_recall").filter(
         pl.col("trace_id") == first.trace_id, pl.col("layer_id").is_null()
     )
-    lines.append("lookahead recall (accesses that had been named ÷ accesses, precision, share of events covered)")
+    lines.append(f"lookahead of {first.trace_id}, scored on the same steps:")
+    lines.append(f"  {'predictor':<16}{'':<28}{'recall':>8}{'precis.':>8}{'covered':>8}")
     nearest = (pl.col("predictor") == "previous_token") | (pl.col("lookahead_layers") == 1)
     for row in recall.filter(nearest).sort("predictor", "width").iter_rows(named=True):
-        ahead = f"{row['lookahead_layers']} layers ahead" if row["lookahead_layers"] else "one token ahead"
+        ahead = "next layer" if row["lookahead_layers"] else "next token"
         width = f", {row['width']} named" if row["width"] else ""
         lines.append(
             f"  {row['predictor']:<16}{ahead + width:<28}{row['recall_all']:>8.3f}{row['precision']:>8.3f}"
@@ -379,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.function(arguments)
         return status
 
-    wrong_call: tuple[type[Exception], ...] = (WrongCall,)
+    wrong_call: tuple[type[Exception], ...] = (WrongCall, WrongMetadata)
     failed: tuple[type[Exception], ...] = (
         MalformedDump, RefusedDump, MalformedTrace, ContractViolation, UnknownTrace, WorkFailed,
     )  # fmt: skip

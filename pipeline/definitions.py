@@ -41,18 +41,20 @@ class FailedAsset:
     reason: str
 
 
-def materialize(data: DataFolder, trace_ids: Sequence[str]) -> list[FailedAsset]:
-    """Materialises the given traces, then what spans all traces; returns what failed.
+def materialize_trace(data: DataFolder, trace_id: str) -> list[FailedAsset]:
+    """Materialises one trace's assets; returns what failed.
 
     Runs are recorded where `dagster dev` in the same folder looks for them.
     """
-    failed: list[FailedAsset] = []
     with _instance(data) as instance:
-        instance.add_dynamic_partitions(TRACES.name or "", list(trace_ids))
-        for trace_id in trace_ids:
-            failed += _materialize_quietly(PER_TRACE, instance, data, trace_id)
-        failed += _materialize_quietly(OVER_TRACES, instance, data, None)
-    return failed
+        instance.add_dynamic_partitions(TRACES.name or "", [trace_id])
+        return _materialize_quietly(PER_TRACE, instance, data, trace_id)
+
+
+def materialize_all(data: DataFolder) -> list[FailedAsset]:
+    """Materialises what spans all traces; returns what failed."""
+    with _instance(data) as instance:
+        return _materialize_quietly(OVER_TRACES, instance, data, None)
 
 
 def _materialize_quietly(

@@ -37,6 +37,10 @@ from schemas.validation import validate_trace
 _TEXTS = ("model", "engine", "domain", "capture_method", "id_space", "weight_kind", "phase")
 
 
+class WrongMetadata(ValueError):
+    """What the user said of a dump on the command line is unreadable, unknown or of a wrong type."""
+
+
 @dataclass(frozen=True)
 class Ingested:
     """A trace that is in the data folder, and whether this call wrote it."""
@@ -57,7 +61,7 @@ def read_user_metadata(dump_path: Path, overrides: Sequence[str] = ()) -> UserMe
     An override is `key=value`; the value is read as JSON where it is JSON, else as text.
 
     Raises:
-        MalformedDump: unreadable TOML, an unknown key, a value of a wrong type.
+        MalformedDump: unreadable TOML, an unknown key, a value of a wrong type. WrongMetadata: the same in an override.
     """
     said: dict[str, object] = {}
     where = "--meta"
@@ -72,7 +76,7 @@ def read_user_metadata(dump_path: Path, overrides: Sequence[str] = ()) -> UserMe
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
-            raise MalformedDump(f"--meta {override!r}: wanted key=value, for example --meta domain=code")
+            raise WrongMetadata(f"--meta {override!r:.80}: wanted key=value, for example --meta domain=code")
         said[key.strip()] = value
         if key.strip() not in _TEXTS:
             with contextlib.suppress(ValueError, RecursionError):
@@ -83,9 +87,13 @@ def read_user_metadata(dump_path: Path, overrides: Sequence[str] = ()) -> UserMe
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "metadata"
         known = ", ".join(UserMetadata.model_fields)
-        raise MalformedDump(
-            f"{where}: {key}: {first['msg']} (found {first['input']!r:.80}); known keys: {known}"
-        ) from None
+        fault = (
+            WrongMetadata
+            if key.split(".")[0] in {text.partition("=")[0].strip() for text in overrides}
+            else MalformedDump
+        )
+        what = "no such key" if first["type"] == "extra_forbidden" else first["msg"]
+        raise fault(f"{where}: {key}: {what} (found {first['input']!r:.80}); known keys: {known}") from None
 
 
 def metadata_file(dump_path: Path) -> Path | None:

@@ -70,6 +70,9 @@ def domain_overlap(first: Trace, second: Trace, *, top_experts: Sequence[int] = 
         sets = [[set(layer[:size].tolist()) for layer in layers] for layers in ranked]
         shared = [len(one & other) for one, other in zip(*sets, strict=True)]
         joint = [len(one | other) for one, other in zip(*sets, strict=True)]
+        chance = [
+            len(one) * len(other) / experts for one, other, experts in zip(*sets, mine.experts_per_layer, strict=True)
+        ]
         layer_ids: list[int | None] = [*mine.moe_layer_ids, None]
         rows += [
             {
@@ -81,9 +84,10 @@ def domain_overlap(first: Trace, second: Trace, *, top_experts: Sequence[int] = 
                 "shared_experts": in_both,
                 "joint_experts": in_either,
                 "jaccard_ratio": _ratio(in_both, in_either),
+                "chance_shared_experts": by_chance,
             }
-            for layer_id, in_both, in_either in zip(
-                layer_ids, [*shared, sum(shared)], [*joint, sum(joint)], strict=True
+            for layer_id, in_both, in_either, by_chance in zip(
+                layer_ids, [*shared, sum(shared)], [*joint, sum(joint)], [*chance, sum(chance)], strict=True
             )
         ]
     return table.frame(rows)

@@ -72,7 +72,7 @@ UNKNOWN_FACTS = {
     "router_order": "the router's order inside a row: ids arrived sorted, so results that depend on the order of "
     "accesses rest on an assumed one",
     "pass_boundaries": "forward passes: each token position is taken as one step",
-    "phase": "the phase of some rows (prefill or decode)",
+    "phase": "the phase (prefill or decode) of all or some rows",
 }
 
 POLICY_STYLES: dict[str, LineStyle] = {
@@ -236,7 +236,7 @@ def _section(anchor: str, trace: Row, rows: dict[str, list[Row]], newer: str | N
     return Section(
         anchor=anchor,
         trace_id=trace_id,
-        title=trace["model"] or trace_id,
+        title=", ".join(fact for fact in (trace["model"] or trace_id, trace["domain"]) if fact),
         warnings=_warnings(trace, rows["trace_check"], newer),
         unknowns=[UNKNOWN_FACTS.get(name, name) for name in re.split(r"\s*,\s*", trace["unknowns"].strip()) if name],
         facts=_facts(trace, phases=sorted({row["phase"] for row in (*hit_rates, *locality)})),
@@ -725,7 +725,10 @@ def _locality_findings(total: Row) -> list[str]:
         )
         if reused > shuffled:
             verdict = "More than with the same tokens shuffled"
-            meaning = "the order of tokens holds reuse beyond popularity, which a policy of recency can use"
+            meaning = (
+                "from one token to the next, order holds reuse beyond popularity; longer windows stand beside their "
+                "shuffled twins below"
+            )
         elif reused < shuffled:
             verdict = "Fewer than with the same tokens shuffled"
             meaning = "neighbouring tokens share fewer experts than tokens at random, which speaks against recency"
@@ -864,10 +867,14 @@ def _lookahead_findings(totals: Sequence[Row]) -> list[str]:
             order = (first["recall_all"] > previous["recall_all"]) - (first["recall_all"] < previous["recall_all"])
             sentence += f", {_ORDER_WORDS[order]} the previous token's {_percent(previous['recall_all'])}"
         if len(run) > 1:
-            change = last["recall_all"] - first["recall_all"]
-            word = "falls to" if change < 0 else "rises to" if change > 0 else "stays at"
-            sentence += f"; recall {word} {_percent(last['recall_all'])} {_distance(last)}"
-        if first["hint_coverage"] is not None and first["hint_coverage"] < 1:
+            change = (last["recall_covered"] or 0) - (first["recall_covered"] or 0)
+            word = "falls" if change < 0 else "rises"
+            course = f"{word} from {_percent(first['recall_covered'])} to" if change else "stays at"
+            sentence += (
+                f"; {_distance(last)} it {course} {_percent(last['recall_covered'])} over the events with a "
+                f"prediction, of which there are {_percent(last['hint_coverage'])}"
+            )
+        elif first["hint_coverage"] is not None and first["hint_coverage"] < 1:
             sentence += (
                 f". It makes a prediction for {_percent(first['hint_coverage'])} of the events; over those, recall is "
                 f"{_percent(first['recall_covered'])}"
@@ -989,11 +996,21 @@ def _overlap_block(rows: Sequence[Row], traces: dict[str, Row]) -> Block | None:
             findings.append(
                 f"Top {size} of each layer, {_phase_text(phase)}: {name(only['trace_id'])} and "
                 f"{name(only['other_trace_id'])} share {_count(only['shared_experts'])} of "
-                f"{_count(only['joint_experts'])} experts (Jaccard {only['jaccard_ratio']:.3f})."
+                f"{_count(only['joint_experts'])} experts (Jaccard {only['jaccard_ratio']:.3f}); two random sets would "
+                f"share {only['chance_shared_experts']:,.1f}."
             )
     grid = Grid(
         caption="Overlap of the most selected experts of each layer, all layers together: in both sets ÷ in either.",
-        head=[[Cell("traces", is_text=True), Cell("phase", is_text=True), Cell("top"), Cell("Jaccard")]],
+        head=[
+            [
+                Cell("traces", is_text=True),
+                Cell("phase", is_text=True),
+                Cell("top"),
+                Cell("Jaccard"),
+                Cell("shared"),
+                Cell("by chance"),
+            ]
+        ],
         rows=[
             [
                 Cell(f"{name(row['trace_id'])} and {name(row['other_trace_id'])}", is_text=True),
@@ -1003,6 +1020,8 @@ def _overlap_block(rows: Sequence[Row], traces: dict[str, Row]) -> Block | None:
                     "—" if row["jaccard_ratio"] is None else f"{row['jaccard_ratio']:.3f}",
                     f"{_count(row['shared_experts'])} / {_count(row['joint_experts'])}",
                 ),
+                Cell(_count(row["shared_experts"])),
+                Cell(f"{row['chance_shared_experts']:,.1f}"),
             ]
             for row in totals
         ],

@@ -36,7 +36,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("trace", type=Path, metavar="TRACE", help="a canonical trace, data/traces/ID.parquet")
     command.add_argument(
-        "--policy", type=listed(choice(POLICIES)), default=["lru"], metavar="P[,P…]", help=f"of {', '.join(POLICIES)}"
+        "--policy",
+        type=listed(choice(POLICIES)),
+        default=["lru"],
+        metavar="P[,P…]",
+        help=f"of {', '.join(POLICIES)} (default lru)",
     )
     command.add_argument("--scope", choices=SCOPES, default="layer", help="a cache per layer (default) or one over all")
     command.add_argument(

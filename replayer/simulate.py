@@ -143,6 +143,11 @@ def prepare(
 
 def object_sizes(trace: Trace, expert_bytes: int | None = None) -> npt.NDArray[np.int64] | None:
     """(O,) bytes of each (layer, expert): `expert_bytes` for all, else the trace's own sizes; null if unknown."""
+    if expert_bytes is not None and trace.metadata.expert_bytes is not None:
+        raise UnusableRequest(
+            f"--expert-bytes, but trace {trace.metadata.trace_id} has its own expert sizes; leave it out, or ingest "
+            "the dump with --meta expert_bytes=…"
+        )
     if expert_bytes is not None:
         return np.full(trace.num_objects, expert_bytes, dtype=np.int64)
     if trace.metadata.expert_bytes is None:

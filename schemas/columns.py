@@ -206,6 +206,12 @@ _DEFINITIONS = [
     _count("top_experts", "size of the set of most selected experts per layer that two traces are compared by"),
     _count("shared_experts", "experts in both sets, summed over the layers in question"),
     _count("joint_experts", "experts in either set, summed over the layers in question"),
+    Column(
+        "chance_shared_experts",
+        pl.Float64,
+        "shared_experts expected of two random sets of the same sizes, Σ over layers of |first| × |second| ÷ E",
+        minimum=0,
+    ),
     _ratio("jaccard_ratio", "shared_experts", "joint_experts", "Jaccard overlap"),
     # lookahead
     Column(

@@ -94,7 +94,7 @@ _TABLES = [
         name="domain_overlap",
         grain="One row per pair of traces of one model shape, set size and layer, and one for all layers together.",
         key=("trace_id", "other_trace_id", "phase", "top_experts", "layer_id"),
-        measures=("shared_experts", "joint_experts", "jaccard_ratio"),
+        measures=("shared_experts", "joint_experts", "jaccard_ratio", "chance_shared_experts"),
         nullable=frozenset({"layer_id"}),
     ),
     Table(

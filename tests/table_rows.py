@@ -31,7 +31,7 @@ ROWS: dict[str, dict] = {
     },
     "domain_overlap": {
         "trace_id": "tiny", "other_trace_id": "vast", "phase": "decode", "top_experts": 8, "layer_id": None,
-        "shared_experts": 3, "joint_experts": 12, "jaccard_ratio": 0.25,
+        "shared_experts": 3, "joint_experts": 12, "jaccard_ratio": 0.25, "chance_shared_experts": 4.5,
     },
     "hit_rate": {
         **CONTRACT, "scored_steps": 4, "selections": 16, "accesses": 16, "union_ratio": 1.0, "hits": 12, "misses": 4,

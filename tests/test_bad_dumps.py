@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.dumps.blocks import DumpFile, MalformedDump, RefusedDump
-from pipeline.ingest import ingest, read_user_metadata
+from pipeline.ingest import WrongMetadata, ingest, read_user_metadata
 from schemas.files import DataFolder
 from schemas.trace import UserMetadata
 from tests.raw_dumps import npy_bytes, npz_dump, random_routes, route_csv_dump, speculative_dump, tok_layers_dump
@@ -409,11 +409,11 @@ def test_what_the_user_says_must_fit_the_dump(tmp_path, key, value, expected):
 
 
 def test_wrong_user_metadata_names_the_key_and_the_known_ones(tmp_path):
-    with pytest.raises(MalformedDump, match=r"modle.*known keys: model"):
+    with pytest.raises(WrongMetadata, match=r"modle.*known keys: model"):
         read_user_metadata(tmp_path / "a.npz", ["modle=x"])
-    with pytest.raises(MalformedDump, match="hidden_layers"):
+    with pytest.raises(WrongMetadata, match="hidden_layers"):
         read_user_metadata(tmp_path / "a.npz", ["hidden_layers=many"])
-    with pytest.raises(MalformedDump, match="key=value"):
+    with pytest.raises(WrongMetadata, match="key=value"):
         read_user_metadata(tmp_path / "a.npz", ["model"])
     (tmp_path / "a.npz.toml").write_text("model = \n")
     with pytest.raises(MalformedDump, match=r"a\.npz\.toml: no TOML"):

@@ -138,9 +138,9 @@ def test_a_wrong_call_of_the_replayer_is_one_line_and_its_exit_code(capsys, tmp_
     [
         (["ingest", "missing.npz"], 1, "missing.npz"),
         (["ingest", "{dump}", "{dump}", "--trace-id", "x"], 2, "pass one dump"),
-        (["ingest", "{dump}", "--meta", "colour=red"], 1, "colour"),
+        (["ingest", "{dump}", "--meta", "colour=red"], 2, "colour: no such key"),
         (["run"], 1, "expert-tier ingest DUMP"),
-        (["run", "--trace", "nobody"], 1, "no trace 'nobody'"),
+        (["run", "--trace", "nobody"], 1, "no trace in"),
         (["query"], 2, "either SQL or --list"),
         (["query", "SELECT 1"], 1, "expert-tier run"),
         (["report"], 1, "expert-tier run"),
@@ -205,3 +205,24 @@ def test_the_toy_trace_gives_twelve_hits_and_eighteen_misses(capsys, tmp_path):
     _, out, _ = replayer(capsys, "simulate", one["path"], "--capacity-experts", "2", "--json")
     (row,) = Simulation.model_validate_json(out).results
     assert (row.accesses, row.hits, row.misses, row.compulsory_misses) == (30, 12, 18, 12)
+
+
+def test_run_takes_what_is_stale_and_says_what_is_not(capsys, tmp_path, dump):
+    data = tmp_path / "d"
+    expert_tier(capsys, "ingest", dump, "--data", data, "--trace-id", "one")
+    assert "1 traces analysed, 0 unchanged" in expert_tier(capsys, "run", "--data", data)[1]
+    assert "0 traces analysed, 1 unchanged" in expert_tier(capsys, "run", "--data", data)[1]
+    assert "1 traces analysed, 0 unchanged" in expert_tier(capsys, "run", "--data", data, "--trace", "one")[1]
+    status, out, err = expert_tier(capsys, "run", "--data", data, "--trace", "nobody")
+    assert (status, out) == (2, "")
+    assert "no trace 'nobody'" in err
+
+
+def test_a_wide_result_is_printed_row_by_row_and_a_narrow_one_as_a_table(capsys, tmp_path, dump):
+    data = tmp_path / "d"
+    expert_tier(capsys, "ingest", dump, "--data", data)
+    expert_tier(capsys, "run", "--data", data)
+    out = expert_tier(capsys, "query", "SELECT * FROM trace", "--data", data)[1]
+    assert "── row 1 of 1" in out
+    assert "source_file" in out
+    assert "│" in expert_tier(capsys, "query", "SELECT trace_id, rows FROM trace", "--data", data)[1]

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline import assets, automation, results
 from pipeline.automation import new_dumps
-from pipeline.definitions import defs, materialize
+from pipeline.definitions import FailedAsset, defs, materialize_all, materialize_trace
 from pipeline.ingest import ingest, read_user_metadata
 from pipeline.results import PER_TRACE_TABLES, stale_traces
 from schemas.files import DataFolder
@@ -49,6 +49,10 @@ def own_dagster_home(tmp_path, monkeypatch):
 @pytest.fixture
 def data(tmp_path) -> DataFolder:
     return DataFolder(tmp_path / "data")
+
+
+def materialize(data: DataFolder, trace_ids: list[str]) -> list[FailedAsset]:
+    return [failure for trace_id in trace_ids for failure in materialize_trace(data, trace_id)] + materialize_all(data)
 
 
 def drop(data: DataFolder, name: str, seed: int = 0, content: bytes | None = None) -> Path:

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.dumps.blocks import MalformedDump, RefusedDump
-from pipeline.ingest import Ingested, ingest, inspect, read_stored, read_user_metadata
+from pipeline.ingest import Ingested, WrongMetadata, ingest, inspect, read_stored, read_user_metadata
 from replayer import cli as replayer_cli
 from replayer.simulate import Capacity, UnusableRequest, prepare, simulate
 from replayer.trace import MalformedTrace, read_trace
@@ -330,7 +330,7 @@ def test_small_files_that_ask_for_much_work_are_refused_quickly(tmp_path, conten
     ],
 )
 def test_user_metadata_of_the_wrong_kind_is_one_line(tmp_path, meta):
-    with pytest.raises(MalformedDump) as caught:
+    with pytest.raises(WrongMetadata) as caught:
         read_user_metadata(tmp_path / "a.npz", [meta])
     assert len(str(caught.value)) < 1000
 

@@ -236,6 +236,8 @@ def test_overlap_by_hand_breaks_ties_to_the_lowest_id_and_never_pads():
         ("a", 2, 1, 3),
         ("a", 8, 2, 3),
     ]
+    # By chance: 2 of 3 experts against 2 of 3 share 4/3, 3 of 3 against 2 share 2.
+    assert rows["chance_shared_experts"].to_list() == [pytest.approx(4 / 3), pytest.approx(2)]
 
 
 def test_overlap_falls_back_to_all_rows_unless_both_traces_decode():

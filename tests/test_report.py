@@ -413,11 +413,11 @@ def test_the_sentence_on_lookahead_flips_with_the_rows():
     )
     assert (
         "Conditional table, 8 wide: names 500 of 1,000 accesses 1 layer ahead (50.0 %; as many experts at random: "
-        "6.2 %), above the previous token's 40.0 %; recall falls to 30.0 % 3 layers ahead. It makes a prediction for "
-        "90.0 % of the events; over those, recall is 55.6 %."
+        "6.2 %), above the previous token's 40.0 %; 3 layers ahead it falls from 55.6 % to 33.3 % over the events "
+        "with a prediction, of which there are 90.0 %."
     ) in falling
-    assert "below the previous token's 40.0 %; recall rises to 35.0 % 3 layers ahead" in shown(300, 350)
-    assert "level with the previous token's 40.0 %; recall stays at 40.0 % 3 layers ahead" in shown(400, 400)
+    assert "below the previous token's 40.0 %; 3 layers ahead it rises from 33.3 % to 38.9 %" in shown(300, 350)
+    assert "level with the previous token's 40.0 %; 3 layers ahead it stays at 44.4 %" in shown(400, 400)
 
 
 def test_the_closest_and_the_farthest_domains_follow_the_rows():

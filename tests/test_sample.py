@@ -258,7 +258,7 @@ def test_dump_is_compressed_without_time_or_name_and_described_beside_it(domain:
     metadata = tomllib.loads((SAMPLE / f"{domain}.route.csv.gz.toml").read_text())
     assert metadata.pop("capture_method")
     assert metadata == {
-        "model": "expert-tier-sample",
+        "model": "expert-tier-sample, a toy of 5 million parameters",
         "engine": "expert-tier sample (torch)",
         "domain": domain,
         "hidden_layers": LAYERS,

@@ -355,9 +355,9 @@ def test_a_capacity_in_bytes_is_stored_as_such():
     assert (row["capacity_experts_total"], row["capacity_bytes"]) == (None, 15)
 
 
-def test_sizes_said_with_the_request_replace_those_of_the_trace():
-    row = one_row(single_layer(0, 1, 0, expert_bytes=10), capacities=[Capacity(bytes=40)], expert_bytes=40)
-    assert (row["hits"], row["demand_bytes"], row["miss_bytes"]) == (0, 120, 120)
+def test_sizes_said_with_the_request_stand_in_for_unknown_ones_and_never_replace_known_ones():
+    with pytest.raises(UnusableRequest, match="has its own expert sizes"):
+        one_row(single_layer(0, 1, 0, expert_bytes=10), capacities=[Capacity(bytes=40)], expert_bytes=40)
     row = one_row(single_layer(0, 1, 0), expert_bytes=7)
     assert (row["hits"], row["capacity_bytes"], row["miss_bytes"]) == (1, 14, 14)
 

@@ -99,14 +99,15 @@ CREATE TABLE trace_locality (
 -- One row per pair of traces of one model shape, set size and layer, and one for all layers together.
 -- Key: trace_id, other_trace_id, phase, top_experts, layer_id
 CREATE TABLE domain_overlap (
-    trace_id       VARCHAR NOT NULL,
-    other_trace_id VARCHAR NOT NULL,
-    phase          VARCHAR NOT NULL,
-    top_experts    BIGINT  NOT NULL,
-    layer_id       BIGINT,
-    shared_experts BIGINT  NOT NULL,
-    joint_experts  BIGINT  NOT NULL,
-    jaccard_ratio  DOUBLE
+    trace_id              VARCHAR NOT NULL,
+    other_trace_id        VARCHAR NOT NULL,
+    phase                 VARCHAR NOT NULL,
+    top_experts           BIGINT  NOT NULL,
+    layer_id              BIGINT,
+    shared_experts        BIGINT  NOT NULL,
+    joint_experts         BIGINT  NOT NULL,
+    jaccard_ratio         DOUBLE,
+    chance_shared_experts DOUBLE  NOT NULL
 );
 
 -- One row per contract: trace, policy, scope, semantics, capacity and what was scored.

@@ -98,11 +98,13 @@ class DumpFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         # O_NONBLOCK so that a FIFO in the dumps folder is refused instead of waited for.
-        self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self._stat = os.fstat(descriptor)
+        if not stat.S_ISREG(self._stat.st_mode):
+            os.close(descriptor)
+            raise MalformedDump(f"{path}: not a regular file; pass the dump itself")
+        self._file: BinaryIO = os.fdopen(descriptor, "rb")
         try:
-            self._stat = os.fstat(self._file.fileno())
-            if not stat.S_ISREG(self._stat.st_mode):
-                raise MalformedDump(f"{path}: not a regular file; pass the dump itself")
             if self._stat.st_size == 0:
                 raise MalformedDump(f"{path}: the file is empty; was the recorder stopped before it wrote anything?")
             head = self._file.read(2)

@@ -157,7 +157,7 @@ def write_dump(path: Path, turns: list[list[Pass]], config: Config) -> None:
 def write_metadata(path: Path, domain: str, config: Config) -> None:
     """Write what the dump itself does not say, as TOML beside it."""
     path.write_text(
-        f'model = "{MODEL_NAME}"\n'
+        f'model = "{MODEL_NAME}, a toy of 5 million parameters"\n'
         'engine = "expert-tier sample (torch)"\n'
         f'domain = "{domain}"\n'
         f'capture_method = "Experts taken from the router of every layer in float32 on the CPU: {PROMPTS} prompts of '
