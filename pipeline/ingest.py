@@ -5,6 +5,7 @@ an error that says where, what was wanted, what was found and what to do. What m
 """
 
 import contextlib
+import itertools
 import json
 import re
 import tomllib
@@ -20,7 +21,7 @@ from pydantic import ValidationError
 from pipeline import canonical
 from pipeline.canonical import Canonical
 from pipeline.dumps import sniff
-from pipeline.dumps.blocks import DumpFile, MalformedDump
+from pipeline.dumps.blocks import ROWS_PER_BLOCK, DumpFile, MalformedDump
 from replayer.trace import MalformedTrace, read_metadata, trace_parts
 from schemas.files import DataFolder, publish, remove_stale
 from schemas.trace import (
@@ -262,13 +263,18 @@ def _write(
             # Encoding runs without the interpreter lock: the next block is read meanwhile, and one waits at most.
             thread = stack.enter_context(ThreadPoolExecutor(1))
         writing: Future[None] | None = None
-        for block in rows.blocks():
-            table = rows.table(block, schema)
-            if writer is None:
-                continue
-            if writing is not None:
-                writing.result()
-            writing = thread.submit(writer.write_table, table)
+        gathered: list[pa.Table] = []
+        for table in itertools.chain((rows.table(block, schema) for block in rows.blocks()), [None]):
+            # Parsers of text yield small blocks; row groups of a fair size are read and validated faster.
+            if table is not None:
+                gathered.append(table)
+                if sum(part.num_rows for part in gathered) < ROWS_PER_BLOCK:
+                    continue
+            if writer is not None and gathered:
+                if writing is not None:
+                    writing.result()
+                writing = thread.submit(writer.write_table, pa.concat_tables(gathered))
+            gathered = []
         if writing is not None:
             writing.result()
         metadata = rows.metadata(source, trace_id, supersedes, dump.size_bytes)

@@ -132,6 +132,7 @@ def test_counts_of_the_metadata_are_those_of_the_rows(tmp_path):
 
 def test_row_groups_hold_whole_steps(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.dumps.npz.ROWS_PER_BLOCK", 25)
+    monkeypatch.setattr("pipeline.ingest.ROWS_PER_BLOCK", 40)
     (tmp_path / "a.npz").write_bytes(npz_dump(ROUTES))
     found = ingest(tmp_path / "a.npz", DataFolder(tmp_path / "data"), NOBODY)
     with pq.ParquetFile(found.path) as file:
