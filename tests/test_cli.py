@@ -17,11 +17,7 @@ ROOT = Path(__file__).parents[1]
 TRACES = ROOT.parent / "shared" / "traces"
 
 
-@pytest.fixture(autouse=True)
-def own_dagster_home(tmp_path, monkeypatch):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
-    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home"))
+pytestmark = pytest.mark.usefixtures("own_dagster_home")
 
 
 @pytest.fixture
