@@ -118,7 +118,7 @@ class _LayerState:
     run: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     longest_run: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
-    def grow(self, layers: int, num_experts: int, top_k: int) -> None:
+    def grow(self, layers: int, num_experts: int) -> None:
         """Room for that many layers and experts; doubling the experts, since a dump may not say how many there are."""
         if num_experts > self.last_row.shape[1]:
             wanted = max(num_experts, min(2 * self.last_row.shape[1], 65535))
@@ -345,7 +345,7 @@ class Canonical:
                 f"{self.path}: {layers} layers × {num_experts} experts; at most {MAX_OBJECTS:,} are supported. "
                 "Is a column mistaken for the layer or the expert?"
             )
-        self.state.grow(layers, num_experts, self.top_k)
+        self.state.grow(layers, num_experts)
         if layers > len(self.first_ids):
             self.first_ids = _padded(self.first_ids, (layers, self.top_k), -1)
 

@@ -5,11 +5,10 @@ an error that says where, what was wanted, what was found and what to do. What m
 """
 
 import contextlib
-import itertools
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,10 +64,8 @@ def read_user_metadata(dump_path: Path, overrides: Sequence[str] = ()) -> UserMe
         MalformedDump: unreadable TOML, an unknown key, a value of a wrong type. WrongMetadata: the same in an override.
     """
     said: dict[str, object] = {}
-    where = "--meta"
     beside = metadata_file(dump_path)
     if beside is not None:
-        where = str(beside)
         try:
             said = tomllib.loads(beside.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
@@ -88,13 +85,11 @@ def read_user_metadata(dump_path: Path, overrides: Sequence[str] = ()) -> UserMe
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "metadata"
         known = ", ".join(UserMetadata.model_fields)
-        fault = (
-            WrongMetadata
-            if key.split(".")[0] in {text.partition("=")[0].strip() for text in overrides}
-            else MalformedDump
-        )
         what = "no such key" if first["type"] == "extra_forbidden" else first["msg"]
-        raise fault(f"{where}: {key}: {what} (found {first['input']!r:.80}); known keys: {known}") from None
+        sentence = f"{key}: {what} (found {first['input']!r:.80}); known keys: {known}"
+        if key.split(".")[0] in {override.partition("=")[0].strip() for override in overrides}:
+            raise WrongMetadata(f"--meta {sentence}") from None
+        raise MalformedDump(f"{beside}: {sentence}") from None
 
 
 def metadata_file(dump_path: Path) -> Path | None:
@@ -263,24 +258,30 @@ def _write(
             # Encoding runs without the interpreter lock: the next block is read meanwhile, and one waits at most.
             thread = stack.enter_context(ThreadPoolExecutor(1))
         writing: Future[None] | None = None
-        gathered: list[pa.Table] = []
-        for table in itertools.chain((rows.table(block, schema) for block in rows.blocks()), [None]):
-            # Parsers of text yield small blocks; row groups of a fair size are read and validated faster.
-            if table is not None:
-                gathered.append(table)
-                if sum(part.num_rows for part in gathered) < ROWS_PER_BLOCK:
-                    continue
-            if writer is not None and gathered:
-                if writing is not None:
-                    writing.result()
-                writing = thread.submit(writer.write_table, pa.concat_tables(gathered))
-            gathered = []
+        for group in _row_groups(rows.table(block, schema) for block in rows.blocks()):
+            if writer is None:
+                continue
+            if writing is not None:
+                writing.result()
+            writing = thread.submit(writer.write_table, group)
         if writing is not None:
             writing.result()
         metadata = rows.metadata(source, trace_id, supersedes, dump.size_bytes)
         if writer is not None:
             writer.add_key_value_metadata({METADATA_KEY: metadata.model_dump_json().encode()})
     return metadata
+
+
+def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Tables joined to row groups of a fair size: parsers of text yield small blocks, which are slow to read back."""
+    gathered: list[pa.Table] = []
+    for table in tables:
+        gathered.append(table)
+        if sum(part.num_rows for part in gathered) >= ROWS_PER_BLOCK:
+            yield pa.concat_tables(gathered)
+            gathered = []
+    if gathered:
+        yield pa.concat_tables(gathered)
 
 
 def _writer(target: Path, schema: pa.Schema) -> pq.ParquetWriter:

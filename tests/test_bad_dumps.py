@@ -415,6 +415,12 @@ def test_wrong_user_metadata_names_the_key_and_the_known_ones(tmp_path):
         read_user_metadata(tmp_path / "a.npz", ["hidden_layers=many"])
     with pytest.raises(WrongMetadata, match="key=value"):
         read_user_metadata(tmp_path / "a.npz", ["model"])
+    (tmp_path / "a.npz.toml").write_text("colour = 1\n")
+    with pytest.raises(MalformedDump, match=r"a\.npz\.toml: colour: no such key"):
+        read_user_metadata(tmp_path / "a.npz")
+    (tmp_path / "a.npz.toml").write_text('model = "m"\n')
+    with pytest.raises(WrongMetadata, match=r"^--meta colour: no such key"):
+        read_user_metadata(tmp_path / "a.npz", ["colour=red"])
     (tmp_path / "a.npz.toml").write_text("model = \n")
     with pytest.raises(MalformedDump, match=r"a\.npz\.toml: no TOML"):
         read_user_metadata(tmp_path / "a.npz")

@@ -79,7 +79,6 @@ class ParsedDump:
     top_k_model: int | None = None
     layers_are_ordinals: bool = False
     layer_expert_bytes: dict[int, int] | None = None
-    has_weights: bool = False
     pass_boundaries: str = "recorded"
     speculative: bool = False
     top_k_is_inferred: bool = False

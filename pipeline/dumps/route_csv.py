@@ -64,7 +64,6 @@ def parse(dump: DumpFile) -> ParsedDump:
         hidden_layers=_fact(dump, preamble, "n_layer"),
         num_experts=_fact(dump, preamble, "n_expert"),
         layer_expert_bytes=preamble.expert_bytes or None,
-        has_weights="weight" in preamble.columns,
     )
     parsed.blocks = _blocks(dump, preamble, parsed)
     return parsed
