@@ -6,8 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from replayer.capacity import NotEnforceable
 from replayer.command import Parser, byte_size, choice, count, fraction, listed, run, steps
+from replayer.pool import MalformedPool, PoolMismatch, UnsuitableStorage, UnusablePlan
+from replayer.pool_cli import add_pool_commands
+from replayer.probe_cli import add_probe_command
 from replayer.quantities import format_bytes
+from replayer.replay import UnusableReplay
+from replayer.replay_cli import add_replay_command
 from replayer.simulate import Capacity, UnusableRequest, Window, prepare, simulate
 from replayer.trace import MalformedTrace, read_trace
 from schemas.columns import ACCESS_ORDERS, DEDUPS, POLICIES, SCOPES, SCORED_PHASES, SEMANTICS
@@ -80,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print one JSON document")
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     command.set_defaults(run=_simulate)
+    add_pool_commands(commands)
+    add_replay_command(commands)
+    add_probe_command(commands)
     return parser
 
 
@@ -140,4 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
         return status
 
-    return run("replayer", work, argv, wrong_call=(UnusableRequest,), failed=(MalformedTrace,))
+    return run(
+        "replayer",
+        work,
+        argv,
+        wrong_call=(UnusableRequest, UnusablePlan, PoolMismatch, UnsuitableStorage, UnusableReplay, NotEnforceable),
+        failed=(MalformedTrace, MalformedPool),
+    )

@@ -38,6 +38,15 @@ SCORED_PHASES = ("prefill", "decode", "unknown", "all")
 CHECK_OUTCOMES = ("passed", "warned", "not_applicable")
 SOURCE_FORMATS = ("npz_experts", "route_csv_v1", "jsonl_tok_layers", "events_csv", "spec_jsonl")
 PREDICTORS = ("previous_token", "conditional")
+OWNERS = ("page_cache", "restream")
+MECHANISMS = ("cgroup", "balloon", "none")
+DESTINATIONS = ("cpu", "cuda", "none")
+FADVICES = ("random", "normal")
+OBSERVATIONS = ("none", "sample", "every")
+VERIFICATIONS = ("edges", "all")
+RUN_STATUSES = ("complete", "interrupted", "failed", "killed")
+POOL_LAYOUTS = ("per_expert", "per_layer", "stacked")
+SPOILS = ("bytes", "time")
 
 
 def _count(name: str, description: str, unit: str | None = None) -> Column:
@@ -107,10 +116,10 @@ _DEFINITIONS = [
     _count("dropped_rows", "rows of the dump that did not enter the trace; the reasons are in the trace's metadata"),
     Column("unknowns", pl.String, "comma-separated facts that neither dump nor user says"),
     # checks
-    Column("name", pl.String, "name of the check"),
+    Column("name", pl.String, "name of the check or proof"),
     Column("outcome", pl.String, "a failed check refuses the dump, so it has no row", values=CHECK_OUTCOMES),
     Column("wanted", pl.String, "what a sound dump shows"),
-    Column("found", pl.String, "what this dump shows"),
+    Column("found", pl.String, "what this dump, or this run, shows"),
     # contract of a simulated result
     Column("policy", pl.String, "eviction policy", values=POLICIES),
     Column("scope", pl.String, "layer: one cache per layer; global: one cache over all", values=SCOPES),
@@ -246,6 +255,167 @@ _DEFINITIONS = [
         "accesses",
         "recall_all of a uniformly random plan of the same widths",
     ),
+    # one native run
+    Column("run_id", pl.String, "one replay that was started; every run has its own, nothing is replaced"),
+    Column("started_at", pl.String, "when the run began, UTC, ISO 8601"),
+    Column(
+        "condition_hash",
+        pl.String,
+        "first 12 hex digits of SHA-256 over everything that was asked for: runs that share it repeat one condition",
+    ),
+    Column("pool_id", pl.String, "names a pool by what it is: layout, content, sizes and places of all experts"),
+    Column("machine_id", pl.String, "names the state of a machine with the device that holds the pool"),
+    Column("replayer_version", pl.String, "version of the package that measured"),
+    Column(
+        "status",
+        pl.String,
+        "complete: both passes ended; interrupted: by the user; failed: a read or the set-up failed; killed: the "
+        "measuring process was killed, by the kernel for want of memory or by somebody",
+        values=RUN_STATUSES,
+    ),
+    Column("failure", pl.String, "why a run is not complete, with step and file; null if it is"),
+    Column(
+        "bytes_valid", pl.Boolean, "whether every proof about capacity, content and counting held: `valid` means this"
+    ),
+    Column("bytes_reasons", pl.String, "why bytes_valid is false, in words; empty if it is true"),
+    Column("time_valid", pl.Boolean, "whether times may be believed, too: false wherever bytes_valid is false"),
+    Column("time_reasons", pl.String, "why time_valid is false, in words; empty if it is true"),
+    Column("thrash", pl.Boolean, "whether the capacity is smaller than the reads in flight, by request"),
+    Column("owner", pl.String, "who holds experts in memory", values=OWNERS),
+    Column("mechanism", pl.String, "what limits the memory", values=MECHANISMS),
+    Column("mechanism_detail", pl.String, "how exactly: version of the cgroup, what stood for the machine"),
+    Column("fadvise", pl.String, "advice on the pool's files: random turns readahead off", values=FADVICES),
+    Column(
+        "destination",
+        pl.String,
+        "where reads go: torch tensor, pinned with a copy to the GPU, or plain memory",
+        values=DESTINATIONS,
+    ),
+    _count("threads", "demand threads"),
+    Column("observe", pl.String, "which accesses had their residency asked for before the read", values=OBSERVATIONS),
+    Column("residency_counter", pl.String, "system call that residency was asked of", values=("cachestat", "mincore")),
+    Column("verify", pl.String, "content checked of each access: first and last page, or all", values=VERIFICATIONS),
+    Column("repeat", pl.Int64, "which repetition within one call, from 0", minimum=0),
+    _count("headroom_bytes", "memory allowed beyond capacity and own memory", "byte"),
+    _count(
+        "own_anonymous_bytes",
+        "the reader's own memory before the first read: interpreter, buffers, compiled code (RssAnon of "
+        "/proc/self/status, or what the group counts where that is more)",
+        "byte",
+    ),
+    _count(
+        "own_kernel_bytes", "kernel memory of the reader's group before the first read; null without a group", "byte"
+    ),
+    _count("wall_bytes", "capacity + own memory + headroom: what the reader may use; null without a mechanism", "byte"),
+    _count("enforced_bytes", "what the mechanism, read back, leaves for expert data and headroom", "byte"),
+    _count("balloon_bytes", "size of the locked region; null without a balloon", "byte"),
+    _count("outer_group_bytes", "limit of the cgroup that stood for the machine; null if it was the machine", "byte"),
+    _count(
+        "resident_median_bytes", "the pool's bytes in the page cache, median over the ends of measured steps", "byte"
+    ),
+    _count("resident_max_bytes", "the same, maximum", "byte"),
+    _count("resident_bytes", "the pool's bytes in the page cache at the end of the step", "byte"),
+    _count(
+        "cold_resident_bytes", "the pool's bytes in the page cache when the first pass began: 0 in a sound run", "byte"
+    ),
+    _count("replayed_steps", "steps of the selection", "step"),
+    _count("reads", "accesses whose every extent was read in full"),
+    _count("returned_bytes", "bytes of experts that the reads returned", "byte"),
+    _count("observed_accesses", "accesses whose residency was asked for before the read"),
+    _count("native_hits", "observed accesses with every page resident"),
+    _count("native_partial_hits", "observed accesses with some pages resident"),
+    _count("native_misses", "observed accesses with no page resident"),
+    _ratio("native_hit_rate", "native_hits", "observed_accesses", "measured hit rate"),
+    _count("missing_bytes", "pages of observed accesses that were not resident before the read", "byte"),
+    _count(
+        "device_bytes",
+        "bytes the demand threads had read from the pool's device (counter: device_bytes_counter); null if not counted",
+        "byte",
+    ),
+    Column("device_bytes_counter", pl.String, "the counter behind device_bytes; null if there is none"),
+    _count("warm_device_bytes", "the same in the warm-up pass; null if there was none", "byte"),
+    _count(
+        "own_fault_bytes",
+        "bytes the process read otherwise: its own code, faulted in again; not in device_bytes",
+        "byte",
+    ),
+    Column(
+        "overshoot_bytes",
+        pl.Int64,
+        "device_bytes − missing_bytes where readahead is on; null where it is off",
+        unit="byte",
+    ),
+    Column("raced_pages", pl.Int64, "pages read beyond those seen missing, with readahead off: evicted in between"),
+    _count("neighbor_bytes", "bytes the pool's device delivered to others meanwhile; null if not counted", "byte"),
+    _count(
+        "nominal_miss_bytes",
+        "bytes a simulated LRU (global, event-atomic, same passes) of capacity_bytes misses",
+        "byte",
+    ),
+    _count("resident_miss_bytes", "the same of a capacity of resident_median_bytes", "byte"),
+    _ratio("amplification_nominal", "device_bytes", "nominal_miss_bytes", "device bytes per simulated miss byte"),
+    _ratio("amplification_resident", "device_bytes", "resident_miss_bytes", "device bytes per simulated miss byte"),
+    _count(
+        "interval_ns",
+        "the measured pass by the clock of the thread that started it, checks between steps included",
+        "ns",
+    ),
+    _count("wall_ns", "Σ over steps (or of the step) from its first read to the end of its last event", "ns"),
+    _count("check_ns", "time between steps in which residency and counters were noted", "ns"),
+    _count("step_median_ns", "median of wall_ns over steps", "ns"),
+    _count("stall_ns", "Σ over events of the stall: from its first read's begin to its last read's end", "ns"),
+    _count("stall_median_ns", "median stall of an event", "ns"),
+    _count("stall_p99_ns", "99th percentile of the stalls: the ⌈0.99 n⌉-th of n", "ns"),
+    _count(
+        "observe_ns", "Σ over threads of asking for residency before reads: outside each read, inside the stall", "ns"
+    ),
+    _count("verify_ns", "Σ over threads of checking content: outside each read, inside the stall", "ns"),
+    _count("cpu_ns", "CPU time of the process over the measured pass, system time included", "ns"),
+    Column(
+        "consumed_digest", pl.String, "16 hex digits over (event, layer, expert, first and last 64 bytes) of all reads"
+    ),
+    _count("checked_bytes", "bytes compared with what the pool must hold", "byte"),
+    _count(
+        "simulated_hits", "accesses a simulated LRU of resident_median_bytes (global, event-atomic, same passes) hits"
+    ),
+    _count("simulated_misses", "accesses it misses"),
+    # proofs
+    Column(
+        "spoils", pl.String, "what a proof that fails makes worthless: bytes (then time as well) or time", values=SPOILS
+    ),
+    Column("expected", pl.String, "what a sound run shows"),
+    Column("tolerance", pl.String, "how far found may be from expected; empty if not at all"),
+    Column("held", pl.Boolean, "whether the proof held; null if it could not be made, then found says why"),
+    # pools
+    Column("layout", pl.String, "how experts lie in files", values=POOL_LAYOUTS),
+    Column("content", pl.String, "what the bytes are: synthetic_v… or null for a checkpoint"),
+    _count("alignment_bytes", "every slice of an expert starts at a multiple of this", "byte"),
+    _count("files", "files of the pool"),
+    _count("file_bytes", "bytes of all files, headers and padding included", "byte"),
+    # machines
+    Column("architecture", pl.String, "machine architecture as the kernel names it"),
+    Column("cpu_model", pl.String, "processor as the kernel names it; null if it does not"),
+    _count("cpus", "processors this process may use"),
+    _count("memory_bytes", "MemTotal of /proc/meminfo", "byte"),
+    _count("page_bytes", "size of a page", "byte"),
+    Column("kernel_release", pl.String, "release of the kernel"),
+    _count("swap_bytes", "SwapTotal of /proc/meminfo", "byte"),
+    Column("mglru", pl.String, "multi-generational LRU: absent from the kernel, off, or on, with its state"),
+    Column("thp", pl.String, "transparent huge pages: what is chosen; null if the kernel has none"),
+    _count("min_free_bytes", "vm.min_free_kbytes in bytes", "byte"),
+    Column("swappiness", pl.Int64, "vm.swappiness", minimum=0),
+    Column("damon", pl.String, "kernel threads that page out idle memory: absent, off, or on with their action"),
+    Column("virtualization", pl.String, "hypervisor or emulator as far as it shows; none if it does not"),
+    _count("numa_nodes", "NUMA nodes"),
+    Column("filesystem", pl.String, "file system that holds the pool"),
+    Column("mount_options", pl.String, "its mount options"),
+    Column("block_device", pl.String, "block device behind it; null if there is none"),
+    Column("block_device_model", pl.String, "its model; null if unknown"),
+    _count("read_ahead_bytes", "its readahead", "byte"),
+    Column("io_scheduler", pl.String, "its I/O scheduler"),
+    Column("rotational", pl.Boolean, "whether it calls itself rotational; virtual disks often lie"),
+    _count("max_io_bytes", "largest request it takes", "byte"),
+    _count("logical_block_bytes", "its logical block", "byte"),
     # canonical trace (fixed-size lists depend on k and are described in `trace`)
     Column("event_id", pl.UInt32, "dense, in recorded order: one per (step, pass, layer)"),
     Column("row_in_event", pl.UInt16, "0.. within the event"),

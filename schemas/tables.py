@@ -17,7 +17,7 @@ class Table:
     """A result table.
 
     `key` identifies a row (null is a value of its own there). `nullable` names the columns that may be null; the
-    ratios may always be. `sums` holds identities (total, parts): total = Σ parts, row by row.
+    ratios may always be. `sums` holds identities (total, parts): total = Σ parts, row by row, where all are known.
     """
 
     name: str
@@ -125,6 +125,100 @@ _TABLES = [
             "chance_predicted_accesses", "chance_recall_all",
         ),
         nullable=frozenset({"fit", "width", "layer_id"}),
+    ),
+    Table(
+        name="replay_run",
+        grain="One row per native replay that was started, whatever came of it.",
+        key=("run_id",),
+        measures=(
+            "started_at", "condition_hash", "trace_id", "pool_id", "machine_id", "replayer_version", "status",
+            "failure", "bytes_valid", "bytes_reasons", "time_valid", "time_reasons", "thrash", "owner", "mechanism",
+            "mechanism_detail", "fadvise", "destination", "threads", "observe", "residency_counter", "verify", "repeat",
+            "step_begin", "step_end", "access_order", "warm_pass", "capacity_bytes", "headroom_bytes",
+            "own_anonymous_bytes", "own_kernel_bytes", "wall_bytes", "enforced_bytes", "balloon_bytes",
+            "outer_group_bytes", "cold_resident_bytes", "resident_median_bytes", "resident_max_bytes", "replayed_steps",
+            "events", "selections", "accesses", "union_ratio", "demand_bytes", "reads", "returned_bytes",
+            "observed_accesses", "native_hits", "native_partial_hits", "native_misses", "native_hit_rate",
+            "missing_bytes", "device_bytes", "device_bytes_counter", "warm_device_bytes", "own_fault_bytes",
+            "overshoot_bytes", "raced_pages", "neighbor_bytes", "nominal_miss_bytes", "amplification_nominal",
+            "resident_miss_bytes", "amplification_resident", "interval_ns", "wall_ns", "check_ns", "step_median_ns",
+            "stall_ns", "stall_median_ns", "stall_p99_ns", "observe_ns", "verify_ns", "cpu_ns", "consumed_digest",
+            "checked_bytes",
+        ),
+        nullable=frozenset({
+            "failure", "mechanism_detail", "residency_counter", "capacity_bytes", "own_anonymous_bytes",
+            "own_kernel_bytes", "wall_bytes", "enforced_bytes", "balloon_bytes", "outer_group_bytes",
+            "cold_resident_bytes", "resident_median_bytes", "resident_max_bytes", "reads", "returned_bytes",
+            "observed_accesses", "native_hits", "native_partial_hits", "native_misses", "missing_bytes", "device_bytes",
+            "device_bytes_counter", "warm_device_bytes", "own_fault_bytes", "overshoot_bytes", "raced_pages",
+            "neighbor_bytes", "nominal_miss_bytes", "resident_miss_bytes", "interval_ns", "wall_ns", "check_ns",
+            "step_median_ns", "stall_ns", "stall_median_ns", "stall_p99_ns", "observe_ns", "verify_ns", "cpu_ns",
+            "consumed_digest", "checked_bytes",
+        }),
+        sums=(("observed_accesses", ("native_hits", "native_partial_hits", "native_misses")),),
+    ),
+    Table(
+        name="replay_step",
+        grain="One row per native replay and measured step that ended.",
+        key=("run_id", "step_id"),
+        measures=(
+            "events", "accesses", "demand_bytes", "observed_accesses", "native_hits", "native_partial_hits",
+            "native_misses", "native_hit_rate", "missing_bytes", "device_bytes", "resident_bytes", "simulated_hits",
+            "simulated_misses", "wall_ns", "check_ns", "stall_ns", "stall_median_ns", "stall_p99_ns",
+        ),
+        nullable=frozenset({"missing_bytes", "device_bytes", "simulated_hits", "simulated_misses"}),
+        sums=(
+            ("observed_accesses", ("native_hits", "native_partial_hits", "native_misses")),
+            ("accesses", ("simulated_hits", "simulated_misses")),
+        ),
+    ),
+    Table(
+        name="replay_layer",
+        grain="One row per native replay and layer, over its measured steps that ended.",
+        key=("run_id", "layer_id"),
+        measures=(
+            "events", "accesses", "demand_bytes", "observed_accesses", "native_hits", "native_partial_hits",
+            "native_misses", "native_hit_rate", "missing_bytes", "simulated_hits", "simulated_misses", "stall_ns",
+            "stall_median_ns", "stall_p99_ns",
+        ),
+        nullable=frozenset({"missing_bytes", "simulated_hits", "simulated_misses"}),
+        sums=(
+            ("observed_accesses", ("native_hits", "native_partial_hits", "native_misses")),
+            ("accesses", ("simulated_hits", "simulated_misses")),
+        ),
+    ),
+    Table(
+        name="replay_proof",
+        grain="One row per native replay and accounting identity it was held against.",
+        key=("run_id", "name"),
+        measures=("spoils", "expected", "found", "tolerance", "held"),
+        nullable=frozenset({"held"}),
+    ),
+    Table(
+        name="pool",
+        grain="One row per pool that was replayed against.",
+        key=("pool_id",),
+        measures=(
+            "layout", "content", "alignment_bytes", "moe_layers", "pool_experts", "pool_bytes", "expert_bytes_min",
+            "expert_bytes_max", "files", "file_bytes",
+        ),
+        nullable=frozenset({"content"}),
+    ),
+    Table(
+        name="machine",
+        grain="One row per state of a machine, with the device that held the pool, that a run was measured in.",
+        key=("machine_id",),
+        measures=(
+            "architecture", "cpu_model", "cpus", "memory_bytes", "page_bytes", "kernel_release", "swap_bytes", "mglru",
+            "thp", "min_free_bytes", "swappiness", "damon", "virtualization", "numa_nodes", "filesystem",
+            "mount_options", "block_device", "block_device_model", "read_ahead_bytes", "io_scheduler", "rotational",
+            "max_io_bytes", "logical_block_bytes",
+        ),
+        nullable=frozenset({
+            "cpu_model", "thp", "min_free_bytes", "swappiness", "numa_nodes", "filesystem", "mount_options",
+            "block_device", "block_device_model", "read_ahead_bytes", "io_scheduler", "rotational", "max_io_bytes",
+            "logical_block_bytes",
+        }),
     ),
 ]  # fmt: skip
 

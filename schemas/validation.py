@@ -50,7 +50,8 @@ def _ratio_check(column: Column) -> pa.Check:
 
 def _sum_check(total: str, parts: tuple[str, ...]) -> pa.Check:
     def holds(data: pa.PolarsData) -> pl.LazyFrame:
-        return data.lazyframe.select(pl.col(total) == pl.sum_horizontal(parts))
+        known = pl.all_horizontal(pl.col(name).is_not_null() for name in (total, *parts))
+        return data.lazyframe.select((pl.col(total) == pl.sum_horizontal(parts)).fill_null(value=False) | ~known)
 
     return pa.Check(holds, name=f"{total} = {' + '.join(parts)}")
 

@@ -1,0 +1,423 @@
+"""From what one run left behind to the rows of its tables. Numbers in, numbers out: no files, no processes.
+
+Every quantity is defined by its column in `schemas.columns`. What the numbers must satisfy is in `proofs`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replayer import counters, policies
+from replayer.owners import ReadPlan, reads_directly
+from replayer.pool import Pool
+from replayer.trace import Trace, Walk, repeat_twice, steps_without_warmup
+
+IntArray = npt.NDArray[np.int64]
+
+DEVICE_BYTES_COUNTER = "read_bytes of /proc/self/task/*/io, demand threads"
+
+
+_MEASURED = (
+    "reads", "returned_bytes", "observed_accesses", "native_hits", "native_partial_hits", "native_misses",
+    "native_hit_rate", "missing_bytes", "device_bytes", "device_bytes_counter", "own_fault_bytes", "overshoot_bytes",
+    "raced_pages", "neighbor_bytes", "amplification_nominal", "resident_miss_bytes", "amplification_resident",
+    "interval_ns", "wall_ns", "check_ns", "step_median_ns", "stall_ns", "stall_median_ns", "stall_p99_ns", "observe_ns",
+    "verify_ns", "cpu_ns", "consumed_digest", "checked_bytes", "resident_median_bytes", "resident_max_bytes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one run is asked for; everything that may change its numbers enters `condition_hash`.
+
+    capacity_bytes and outer_group_bytes are null without a limit; steps is half-open, counted without warm-up steps.
+    """
+
+    owner: str = "page_cache"
+    mechanism: str = "none"
+    capacity_bytes: int | None = None
+    headroom_bytes: int = 0
+    outer_group_bytes: int | None = None
+    fadvise: str = "random"
+    destination: str = "cpu"
+    threads: int = 8
+    observe: str = "every"
+    verify: str = "edges"
+    warm_pass: bool = True
+    steps: tuple[int | None, int | None] = (None, None)
+    allow_thrash: bool = False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How memory was limited. Null: there was no such limit. See the columns of the same names."""
+
+    detail: str | None = None
+    wall_bytes: int | None = None
+    enforced_bytes: int | None = None
+    balloon_bytes: int | None = None
+    balloon_start_ticks: int | None = None
+    balloon_machine_locked_bytes: int | None = None
+    limit_bytes: int | None = None
+    group_path: str | None = None
+
+
+@dataclass
+class Recording:
+    """Everything one run left behind, before anybody judged it.
+
+    arrays: those of `loop.Results`, of the measured pass (of the warm-up pass if the run ended in it). cold, warm,
+    before, after: snapshots of the measuring process, null if it did not get there. pool_files: (size, mtime_ns,
+    inode) of each file, before and after.
+    """
+
+    request: Request
+    trace: Trace
+    pool: Pool
+    reads: ReadPlan
+    walk: Walk
+    page_bytes: int
+    direct_alignment_bytes: int
+    step_begin: int
+    step_end: int
+    arrays: Mapping[str, npt.NDArray[Any]]
+    step_counters: list[tuple[str, int]]
+    residency_counter: str
+    status: str = "complete"
+    failure: str | None = None
+    measured: bool = False
+    own_anonymous_bytes: int | None = None
+    own_kernel_bytes: int | None = None
+    limits: Limits = field(default_factory=Limits)
+    cold: dict[str, Any] | None = None
+    warm: dict[str, Any] | None = None
+    before: dict[str, Any] | None = None
+    after: dict[str, Any] | None = None
+    span: dict[str, int] | None = None
+    machine_before: dict[str, Any] = field(default_factory=dict)
+    machine_after: dict[str, Any] = field(default_factory=dict)
+    pool_files_before: list[tuple[int, int, int]] = field(default_factory=list)
+    pool_files_after: list[tuple[int, int, int]] = field(default_factory=list)
+    group_oom_kills: int | None = None
+    group_peak_bytes: int | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return self.step_end - self.step_begin
+
+    @cached_property
+    def ended_steps(self) -> int:
+        """Measured steps that ended, checks included."""
+        return int(np.count_nonzero(self.arrays["check_end_ns"])) if self.measured else 0
+
+    @cached_property
+    def ended_events(self) -> int:
+        return int(self.step_first_event[self.ended_steps])
+
+    @cached_property
+    def step_first_event(self) -> IntArray:
+        """(S + 1,) offsets into the events."""
+        return np.searchsorted(self.walk.step, np.arange(self.num_steps + 1)).astype(np.int64)
+
+    @cached_property
+    def access_event(self) -> IntArray:
+        """(A,) event of each access."""
+        return np.repeat(np.arange(self.walk.num_events), np.diff(self.walk.first_access))
+
+    @cached_property
+    def access_pages(self) -> IntArray:
+        """(A,) pages that each access's extents lie in."""
+        begin = self.pool.extent_offset_bytes // self.page_bytes
+        end = -(-(self.pool.extent_offset_bytes + self.pool.extent_length_bytes) // self.page_bytes)
+        of_object = np.add.reduceat(end - begin, self.pool.object_first_extent[:-1])
+        pages: IntArray = of_object[self.walk.objects]
+        return pages
+
+    def step_text(self, step: int, name: str) -> bytes | None:
+        """Text of a counter file after a step; null if it could not be read."""
+        names = [counter for counter, _ in self.step_counters]
+        number = names.index(name)
+        length = int(self.arrays["counter_length"][step, number])
+        if length < 0:
+            return None
+        place = int(self.arrays["counter_first_byte"][number])
+        return self.arrays["counter_text"][step, place : place + length].tobytes()
+
+    @cached_property
+    def step_device_bytes(self) -> IntArray | None:
+        """(ended steps,) what the demand threads had read from the device; null if the kernel does not count it."""
+        if self.before is None:
+            return None
+        last = device_bytes_of(self.before["text"], self.request.threads)
+        totals = []
+        for step in range(self.ended_steps):
+            texts = {
+                f"thread_io {number}": self.step_text(step, f"thread_io {number}")
+                for number in range(self.request.threads)
+            }
+            totals.append(device_bytes_of(texts, self.request.threads))
+        if last is None or any(total is None for total in totals):
+            return None
+        return np.diff(np.array([last, *totals], dtype=np.int64))
+
+    @cached_property
+    def stalls_ns(self) -> IntArray:
+        """(events of ended steps,) from an event's first read's begin to its last read's end."""
+        if self.ended_events == 0:
+            return np.zeros(0, dtype=np.int64)
+        first = self.walk.first_access[: self.ended_events]
+        end = self.walk.first_access[self.ended_events]
+        stalls: IntArray = np.maximum.reduceat(self.arrays["end_ns"][:end], first) - np.minimum.reduceat(
+            self.arrays["begin_ns"][:end], first
+        )
+        return stalls
+
+    @cached_property
+    def classes(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """(A,) whether an access of an ended step was observed to hit, to hit in part, to miss."""
+        missing = self.arrays["missing_pages"]
+        observed = missing >= 0
+        observed[self.walk.first_access[self.ended_events] :] = False
+        absent = observed & (missing == self.access_pages)
+        hit = observed & (missing == 0) & ~absent
+        return hit, observed & ~hit & ~absent, absent
+
+    @cached_property
+    def resident_bytes(self) -> IntArray:
+        """(ended steps,) of the pool."""
+        return self.arrays["resident_pages"][: self.ended_steps] * self.page_bytes
+
+
+def text_of(snapshot: dict[str, Any] | None, name: str) -> bytes | None:
+    """Text of a counter file in a snapshot; null if there is none."""
+    text = None if snapshot is None else snapshot["text"].get(name)
+    return None if text is None else text.encode()
+
+
+def device_bytes_of(texts: Mapping[str, str | bytes | None], threads: int) -> int | None:
+    """Sum of read_bytes over the demand threads."""
+    total = 0
+    for number in range(threads):
+        text = texts.get(f"thread_io {number}")
+        parsed = counters.parse_io(text.encode() if isinstance(text, str) else text)
+        if parsed is None or "read_bytes" not in parsed:
+            return None
+        total += parsed["read_bytes"]
+    return total
+
+
+def between(recording: Recording, name: str, parse: Any, pick: Any) -> int | None:
+    """How much a counter grew over the measured pass; null if it was not there."""
+    first, last = parse(text_of(recording.before, name)), parse(text_of(recording.after, name))
+    if first is None or last is None or pick(first) is None or pick(last) is None:
+        return None
+    return int(pick(last) - pick(first))
+
+
+def median_of(values: IntArray) -> int | None:
+    """The lower median, a value that occurred; null of nothing."""
+    return int(np.sort(values)[(len(values) - 1) // 2]) if len(values) else None
+
+
+def percentile_99_of(values: IntArray) -> int | None:
+    """The ⌈0.99 n⌉-th smallest of n; null of nothing."""
+    return int(np.sort(values)[math.ceil(0.99 * len(values)) - 1]) if len(values) else None
+
+
+def simulated_lru_hits(recording: Recording, capacity_bytes: int) -> npt.NDArray[np.bool_]:
+    """(A,) measured accesses that a simulated LRU of that capacity hits: global, event-atomic, the same passes."""
+    walk = repeat_twice(recording.walk) if recording.request.warm_pass else recording.walk
+    hits = policies.lru(
+        walk.objects,
+        walk.first_access,
+        np.zeros_like(walk.layer),
+        recording.pool.object_bytes,
+        np.array([capacity_bytes], dtype=np.int64),
+        np.array([0, recording.pool.num_objects]),
+        True,
+    )
+    return hits[len(hits) - len(recording.walk.objects) :] != 0
+
+
+def account(recording: Recording) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """(columns of replay_run that are counted or measured, rows of replay_step, rows of replay_layer), less run_id."""
+    pool, walk, request = recording.pool, recording.walk, recording.request
+    sizes = pool.object_bytes[walk.objects]
+    run: dict[str, Any] = {
+        "replayed_steps": recording.num_steps,
+        "events": walk.num_events,
+        "selections": int(walk.selections.sum()),
+        "accesses": len(walk.objects),
+        "union_ratio": len(walk.objects) / int(walk.selections.sum()),
+        "demand_bytes": int(sizes.sum()),
+        "cold_resident_bytes": None if recording.cold is None else recording.cold["resident_bytes"],
+        "warm_device_bytes": _warm_device_bytes(recording),
+    }
+    nominal = None if request.capacity_bytes is None else simulated_lru_hits(recording, request.capacity_bytes)
+    run["nominal_miss_bytes"] = None if nominal is None else int(sizes[~nominal].sum())
+    run.update(dict.fromkeys(_MEASURED))
+    if not recording.measured:
+        return run, [], []
+    resident = recording.resident_bytes
+    run["resident_median_bytes"] = median_of(resident)
+    run["resident_max_bytes"] = int(resident.max()) if len(resident) else None
+    hits = None
+    if not reads_directly(request.owner) and run["resident_median_bytes"] is not None:
+        hits = simulated_lru_hits(recording, run["resident_median_bytes"])
+        run["resident_miss_bytes"] = int(sizes[~hits].sum())
+    run.update(_counted(recording))
+    run.update(_timed(recording))
+    if recording.status == "complete":
+        for kind in ("nominal", "resident"):
+            base = run[f"{kind}_miss_bytes"]
+            # A part of a run has no counterpart in the simulation of the whole.
+            if base and run["device_bytes"] is not None:
+                run[f"amplification_{kind}"] = run["device_bytes"] / base
+    else:
+        run["nominal_miss_bytes"] = run["resident_miss_bytes"] = None
+    return run, _step_rows(recording, sizes, hits), _layer_rows(recording, sizes, hits)
+
+
+def _warm_device_bytes(recording: Recording) -> int | None:
+    threads = recording.request.threads
+    if recording.cold is None or recording.warm is None:
+        return None
+    first = device_bytes_of(recording.cold["text"], threads)
+    last = device_bytes_of(recording.warm["text"], threads)
+    return None if first is None or last is None else last - first
+
+
+def _counted(recording: Recording) -> dict[str, Any]:
+    arrays, walk, request = recording.arrays, recording.walk, recording.request
+    returned = arrays["returned"]
+    sizes = recording.pool.object_bytes[walk.objects]
+    hit, partial, absent = recording.classes
+    observed = int(np.count_nonzero(hit | partial | absent))
+    all_observed = observed == len(walk.objects)
+    missing_bytes = int(arrays["missing_pages"][partial | absent].sum()) * recording.page_bytes
+    device_bytes = own_fault_bytes = neighbor_bytes = None
+    if recording.before is not None and recording.after is not None:
+        first = device_bytes_of(recording.before["text"], request.threads)
+        last = device_bytes_of(recording.after["text"], request.threads)
+        process_bytes = between(recording, "io", counters.parse_io, lambda io: io.get("read_bytes"))
+        if first is not None and last is not None:
+            device_bytes = last - first
+            own_fault_bytes = None if process_bytes is None else max(process_bytes - device_bytes, 0)
+        whole = between(recording, "device", counters.parse_block_stat, lambda stat: stat.read_bytes)
+        if whole is not None and process_bytes is not None:
+            # The device counts at completion, the process at submission: what is in flight may make it negative.
+            neighbor_bytes = max(whole - process_bytes, 0)
+    beyond = None if device_bytes is None or not all_observed else device_bytes - missing_bytes
+    readahead = request.fadvise == "normal" and not reads_directly(request.owner)
+    exact = not readahead and not reads_directly(request.owner)
+    return {
+        "reads": int(np.count_nonzero(returned == sizes)),
+        "returned_bytes": int(returned[returned > 0].sum()),
+        "observed_accesses": observed,
+        "native_hits": int(np.count_nonzero(hit)),
+        "native_partial_hits": int(np.count_nonzero(partial)),
+        "native_misses": int(np.count_nonzero(absent)),
+        "native_hit_rate": int(np.count_nonzero(hit)) / observed if observed else None,
+        "missing_bytes": missing_bytes if all_observed else None,
+        "device_bytes": device_bytes,
+        "device_bytes_counter": None if device_bytes is None else DEVICE_BYTES_COUNTER,
+        "own_fault_bytes": own_fault_bytes,
+        "overshoot_bytes": beyond if readahead else None,
+        "raced_pages": beyond // recording.page_bytes if exact and beyond is not None else None,
+        "neighbor_bytes": neighbor_bytes,
+        "consumed_digest": f"{int(arrays['digest'].sum(dtype=np.uint64)):016x}"
+        if recording.status == "complete"
+        else None,
+        "checked_bytes": int(arrays["checked_words"].sum()) * 8,
+    }
+
+
+def _timed(recording: Recording) -> dict[str, Any]:
+    arrays, steps = recording.arrays, recording.ended_steps
+    wall_ns = (arrays["step_end_ns"] - arrays["step_begin_ns"])[:steps]
+    stalls = recording.stalls_ns
+    span = recording.span
+    cpu_ns = None
+    if recording.before is not None and recording.after is not None:
+        cpu_ns = recording.after["process_cpu_ns"] - recording.before["process_cpu_ns"]
+    return {
+        "interval_ns": None if span is None else span["end_ns"] - span["begin_ns"],
+        "wall_ns": int(wall_ns.sum()),
+        "check_ns": int((arrays["check_end_ns"] - arrays["step_end_ns"])[:steps].sum()),
+        "step_median_ns": median_of(wall_ns),
+        "stall_ns": int(stalls.sum()),
+        "stall_median_ns": median_of(stalls),
+        "stall_p99_ns": percentile_99_of(stalls),
+        "observe_ns": int(arrays["observe_ns"].sum()),
+        "verify_ns": int(arrays["verify_ns"].sum()),
+        "cpu_ns": cpu_ns,
+    }
+
+
+def _step_rows(recording: Recording, sizes: IntArray, simulated: npt.NDArray[np.bool_] | None) -> list[dict[str, Any]]:
+    walk, arrays = recording.walk, recording.arrays
+    step_ids = steps_without_warmup(recording.trace)[recording.step_begin : recording.step_end]
+    rows = []
+    for step in range(recording.ended_steps):
+        first_event, end_event = recording.step_first_event[step], recording.step_first_event[step + 1]
+        chosen = slice(int(walk.first_access[first_event]), int(walk.first_access[end_event]))
+        device = recording.step_device_bytes
+        rows.append(
+            {
+                "step_id": int(step_ids[step]),
+                **_group(recording, chosen, sizes, simulated, recording.stalls_ns[first_event:end_event]),
+                "device_bytes": None if device is None else int(device[step]),
+                "resident_bytes": int(recording.resident_bytes[step]),
+                "wall_ns": int(arrays["step_end_ns"][step] - arrays["step_begin_ns"][step]),
+                "check_ns": int(arrays["check_end_ns"][step] - arrays["step_end_ns"][step]),
+            }
+        )
+    return rows
+
+
+def _layer_rows(recording: Recording, sizes: IntArray, simulated: npt.NDArray[np.bool_] | None) -> list[dict[str, Any]]:
+    walk = recording.walk
+    ended = np.arange(walk.num_events) < recording.ended_events
+    rows = []
+    for layer, layer_id in enumerate(recording.trace.metadata.moe_layer_ids):
+        events = ended & (walk.layer == layer)
+        if events.any():
+            chosen = events[recording.access_event]
+            stalls = recording.stalls_ns[events[: recording.ended_events]]
+            rows.append({"layer_id": layer_id, **_group(recording, chosen, sizes, simulated, stalls)})
+    return rows
+
+
+def _group(
+    recording: Recording,
+    chosen: slice | npt.NDArray[np.bool_],
+    sizes: IntArray,
+    simulated: npt.NDArray[np.bool_] | None,
+    stalls: IntArray,
+) -> dict[str, Any]:
+    """What steps and layers have in common."""
+    hit, partial, absent = (which[chosen] for which in recording.classes)
+    accesses, observed = len(hit), int(np.count_nonzero(hit | partial | absent))
+    missing = recording.arrays["missing_pages"][chosen]
+    hits = None if simulated is None else int(np.count_nonzero(simulated[chosen]))
+    return {
+        "events": len(stalls),
+        "accesses": accesses,
+        "demand_bytes": int(sizes[chosen].sum()),
+        "observed_accesses": observed,
+        "native_hits": int(np.count_nonzero(hit)),
+        "native_partial_hits": int(np.count_nonzero(partial)),
+        "native_misses": int(np.count_nonzero(absent)),
+        "native_hit_rate": int(np.count_nonzero(hit)) / observed if observed else None,
+        "missing_bytes": int(missing[missing > 0].sum()) * recording.page_bytes if observed == accesses else None,
+        "simulated_hits": hits,
+        "simulated_misses": None if hits is None else accesses - hits,
+        "stall_ns": int(stalls.sum()),
+        "stall_median_ns": median_of(stalls),
+        "stall_p99_ns": percentile_99_of(stalls),
+    }

@@ -1,0 +1,483 @@
+"""The measured loop: what touches each access, compiled, without the interpreter lock and without allocation.
+
+Every demand thread makes one call of `work` per pass. An event's accesses are handed out by an atomic ticket; one
+barrier ends the event, another one the step, between which thread 0 notes residency and counters. Arrays in, arrays
+filled: files, processes and verdicts do not belong here.
+
+Letters: N events, A accesses, S steps, O objects (layer, expert), X extents, F files, T threads, C counter files.
+"""
+
+import ctypes
+import errno
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from replayer.content import EDGE_BYTES, access_digest, wrong_words
+
+NOT_REACHED = -(2**31)
+"""`returned` of an access that no thread came to."""
+
+NOT_OBSERVED = -1
+"""`missing_pages` of an access whose residency was not asked for."""
+
+SCRATCH_BYTES = 65536
+BARRIER_BYTES = 128
+"""More than a pthread_barrier_t takes with glibc (32) or musl (32) on any 64-bit machine."""
+
+RESIDENCY_NONE, RESIDENCY_CACHESTAT, RESIDENCY_MINCORE = range(3)
+VERIFY_NONE, VERIFY_EDGES, VERIFY_ALL = range(3)
+STOP, QUIT_EVEN, QUIT_ODD, EVENTS_DONE, FAILED_ACCESS = range(5)
+"""Slots of `control`: STOP is set from outside, EVENTS_DONE and FAILED_ACCESS (access + 1) by the loop."""
+
+_EINTR, _EINVAL = errno.EINTR, errno.EINVAL
+_CACHESTAT = 451  # the same number on every architecture
+
+_c_pread = types.ExternalFunction("pread", types.int64(types.int32, types.int64, types.int64, types.int64))
+_c_clock = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+_c_errno = types.ExternalFunction("__errno_location", types.int64())
+_c_syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 5))
+_c_mincore = types.ExternalFunction("mincore", types.int32(types.int64, types.int64, types.int64))
+_c_barrier_wait = types.ExternalFunction("pthread_barrier_wait", types.int32(types.int64))
+
+
+class Schedule(NamedTuple):
+    """What is read, in order: the same for every owner.
+
+    step_first_event: (S + 1,); event_first_access: (N + 1,); event_id: (N,) as in the trace; objects: (A,) int32.
+    """
+
+    step_first_event: npt.NDArray[np.int64]
+    event_first_access: npt.NDArray[np.int64]
+    event_id: npt.NDArray[np.int64]
+    objects: npt.NDArray[np.int32]
+
+
+class Extents(NamedTuple):
+    """Where an object's bytes lie and how they are read.
+
+    object_first_extent: (O + 1,); of each extent (X,): fd; offset and length, as asked of pread (widened for O_DIRECT);
+    skip: bytes read before the wanted ones; wanted: bytes of the expert; slot_offset: where in a slot they go;
+    first_word: its place in the expert ÷ 8; map_address: where mincore finds it, 0 without. layer_id, expert_id, key:
+    (O,). file_fd, file_bytes, file_map_address: (F,), every file of the pool that is opened.
+    """
+
+    object_first_extent: npt.NDArray[np.int64]
+    fd: npt.NDArray[np.int32]
+    offset: npt.NDArray[np.int64]
+    length: npt.NDArray[np.int64]
+    skip: npt.NDArray[np.int64]
+    wanted: npt.NDArray[np.int64]
+    slot_offset: npt.NDArray[np.int64]
+    first_word: npt.NDArray[np.int64]
+    map_address: npt.NDArray[np.int64]
+    layer_id: npt.NDArray[np.int64]
+    expert_id: npt.NDArray[np.int64]
+    key: npt.NDArray[np.uint64]
+    file_fd: npt.NDArray[np.int32]
+    file_bytes: npt.NDArray[np.int64]
+    file_map_address: npt.NDArray[np.int64]
+
+
+class Results(NamedTuple):
+    """What a pass leaves behind.
+
+    Of each access (A,): begin_ns, end_ns (CLOCK_MONOTONIC), returned (bytes of the expert, or −errno, or NOT_REACHED),
+    missing_pages (before the read, or NOT_OBSERVED). Of each step (S,): step_begin_ns, step_end_ns, check_end_ns,
+    resident_pages. Of each thread (T,): digest, wrong, checked_words, observe_ns, verify_ns. counter_text: (S, B)
+    uint8, counter_length: (S, C). ticket: (N,), zeroed before each pass. control: see STOP.
+    """
+
+    begin_ns: npt.NDArray[np.int64]
+    end_ns: npt.NDArray[np.int64]
+    returned: npt.NDArray[np.int64]
+    missing_pages: npt.NDArray[np.int32]
+    step_begin_ns: npt.NDArray[np.int64]
+    step_end_ns: npt.NDArray[np.int64]
+    check_end_ns: npt.NDArray[np.int64]
+    resident_pages: npt.NDArray[np.int64]
+    digest: npt.NDArray[np.uint64]
+    wrong: npt.NDArray[np.int64]
+    checked_words: npt.NDArray[np.int64]
+    observe_ns: npt.NDArray[np.int64]
+    verify_ns: npt.NDArray[np.int64]
+    counter_text: npt.NDArray[np.uint8]
+    counter_length: npt.NDArray[np.int32]
+    ticket: npt.NDArray[np.int64]
+    control: npt.NDArray[np.int64]
+
+
+class Setting(NamedTuple):
+    """How the loop runs; whole numbers, so that one compiled function serves every setting.
+
+    barrier: address of a pthread barrier of T threads, 0 for none (then one ticket runs through all accesses and no
+    step is checked); page_bytes; residency: RESIDENCY_…; observe_every: 1 = each access, 0 = none; verify: VERIFY_…;
+    copy, synchronize: addresses of cudaMemcpyAsync and cudaStreamSynchronize or the like, 0 for none.
+    """
+
+    barrier: int
+    page_bytes: int
+    residency: int
+    observe_every: int
+    verify: int
+    copy: int
+    synchronize: int
+
+
+class Destinations(NamedTuple):
+    """Where the bytes go. slots: (T, slots of a thread, bytes) uint8; scratch: (T, SCRATCH_BYTES) uint8, aligned.
+
+    vector: (T, V) uint8 for mincore; device_address, stream: (T,) of the accelerator, unused without one.
+    """
+
+    slots: npt.NDArray[np.uint8]
+    scratch: npt.NDArray[np.uint8]
+    vector: npt.NDArray[np.uint8]
+    device_address: npt.NDArray[np.int64]
+    stream: npt.NDArray[np.int64]
+
+
+class Counters(NamedTuple):
+    """Files whose text is kept after each step. fd: (C,); first_byte: (C + 1,) places in a row of counter_text."""
+
+    fd: npt.NDArray[np.int32]
+    first_byte: npt.NDArray[np.int64]
+
+
+@intrinsic
+def _add(typingctx: Any, address: Any, value: Any) -> Any:
+    """Atomic fetch-and-add of the int64 at `address`; the value before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, arguments[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _load(typingctx: Any, address: Any) -> Any:
+    """Atomic load of the int64 at `address`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _load32(typingctx: Any, address: Any) -> Any:
+    """The int32 at `address`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(32).as_pointer())
+        return builder.load(pointer)
+
+    return types.int32(types.int64), generate
+
+
+@intrinsic
+def _call_copy(typingctx: Any, function: Any, target: Any, source: Any, size: Any, kind: Any, stream: Any) -> Any:
+    """Calls int function(void *target, const void *source, size_t size, int kind, void *stream)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word, whole = ir.IntType(64), ir.IntType(32)
+        called = ir.FunctionType(whole, [word, word, word, whole, word]).as_pointer()
+        return builder.call(builder.inttoptr(arguments[0], called), arguments[1:])
+
+    word = types.int64
+    return types.int32(word, word, word, word, types.int32, word), generate
+
+
+@intrinsic
+def _call_synchronize(typingctx: Any, function: Any, stream: Any) -> Any:
+    """Calls int function(void *stream)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        called = ir.FunctionType(ir.IntType(32), [ir.IntType(64)]).as_pointer()
+        return builder.call(builder.inttoptr(arguments[0], called), arguments[1:])
+
+    return types.int32(types.int64, types.int64), generate
+
+
+@numba.njit(cache=True, nogil=True)
+def _now_ns(clock):  # type: ignore[no-untyped-def]
+    _c_clock(1, clock.ctypes.data)  # 1 = CLOCK_MONOTONIC
+    return clock[0] * 1_000_000_000 + clock[1]
+
+
+@numba.njit(cache=True, nogil=True)
+def _cached(fd, offset, length, map_address, residency, page_bytes, scratch, vector):  # type: ignore[no-untyped-def]
+    """Resident pages of [offset, offset + length) of a file; negative errno if the kernel cannot say."""
+    first = offset // page_bytes * page_bytes
+    end = -(-(offset + length) // page_bytes) * page_bytes
+    if residency == RESIDENCY_CACHESTAT:
+        words = scratch[:56].view(np.int64)
+        words[0] = first
+        words[1] = end - first
+        address = scratch.ctypes.data
+        if _c_syscall(_CACHESTAT, np.int64(fd), address, address + 16, 0) != 0:
+            return -np.int64(_load32(_c_errno()))
+        return words[2]
+    resident = np.int64(0)
+    while first < end:
+        pages = min(len(vector), (end - first) // page_bytes)
+        if _c_mincore(map_address + first, pages * page_bytes, vector.ctypes.data) != 0:
+            return -np.int64(_load32(_c_errno()))
+        for page in range(pages):
+            resident += vector[page] & 1
+        first += pages * page_bytes
+    return resident
+
+
+@numba.njit(cache=True, nogil=True)
+def resident_pages(extents, residency, page_bytes, scratch, vector):  # type: ignore[no-untyped-def]
+    """Resident pages of all files of the pool, or a negative errno."""
+    total = np.int64(0)
+    for file in range(len(extents.file_fd)):
+        if extents.file_bytes[file] == 0:
+            continue
+        found = _cached(
+            extents.file_fd[file],
+            0,
+            extents.file_bytes[file],
+            extents.file_map_address[file],
+            residency,
+            page_bytes,
+            scratch,
+            vector,
+        )
+        if found < 0:
+            return found
+        total += found
+    return total
+
+
+@numba.njit(cache=True, nogil=True)
+def _read(fd, address, length, offset, needed):  # type: ignore[no-untyped-def]
+    """Bytes read of `length`, at least `needed` unless the file ends before; negative errno on failure."""
+    got = np.int64(0)
+    while got < needed:
+        count = _c_pread(fd, address + got, length - got, offset + got)
+        if count < 0:
+            number = np.int64(_load32(_c_errno()))
+            if number == _EINTR:
+                continue
+            if number == _EINVAL and got > 0:
+                # A short O_DIRECT read leaves an offset that is not aligned: the file ends there.
+                break
+            return -number
+        if count == 0:
+            break
+        got += count
+    return got
+
+
+@numba.njit(cache=True, nogil=True)
+def _wrong(slot, begin, end, first_word, key, scratch):  # type: ignore[no-untyped-def]
+    """Wrong words of slot[begin:end], copied to an aligned place first; (wrong, checked)."""
+    wrong = np.int64(0)
+    while begin < end:
+        size = min(end - begin, SCRATCH_BYTES)
+        scratch[:size] = slot[begin : begin + size]
+        wrong += wrong_words(scratch[:size], key, first_word)
+        begin += size
+        first_word += size // 8
+    return wrong
+
+
+@numba.njit(cache=True, nogil=True)
+def _verify(thread, event, obj, slot, extents, schedule, results, setting, scratch):  # type: ignore[no-untyped-def]
+    """Checks what was read against what the pool must hold, and adds the access to the digest."""
+    first = extents.object_first_extent[obj]
+    last = extents.object_first_extent[obj + 1] - 1
+    key = extents.key[obj]
+    page = setting.page_bytes
+    for extent in range(first, last + 1):
+        begin = extents.slot_offset[extent] + extents.skip[extent]
+        size = extents.wanted[extent]
+        word = extents.first_word[extent]
+        if setting.verify == VERIFY_ALL or size <= 2 * page:
+            results.wrong[thread] += _wrong(slot, begin, begin + size, word, key, scratch)
+            results.checked_words[thread] += -(-size // 8)
+        elif setting.verify == VERIFY_EDGES:
+            tail = (size - page) // 8 * 8
+            results.wrong[thread] += _wrong(slot, begin, begin + page, word, key, scratch)
+            results.wrong[thread] += _wrong(slot, begin + tail, begin + size, word + tail // 8, key, scratch)
+            results.checked_words[thread] += page // 8 + -(-(size - tail) // 8)
+    head = extents.slot_offset[first] + extents.skip[first]
+    tail = extents.slot_offset[last] + extents.skip[last] + extents.wanted[last]
+    edge = min(np.int64(EDGE_BYTES), extents.wanted[first], extents.wanted[last])
+    results.digest[thread] += access_digest(
+        schedule.event_id[event],
+        extents.layer_id[obj],
+        extents.expert_id[obj],
+        slot[head : head + edge],
+        slot[tail - edge : tail],
+    )
+
+
+@numba.njit(cache=True, nogil=True)
+def _access(thread, event, access, turn, schedule, extents, results, setting, destinations, clock):  # type: ignore[no-untyped-def]
+    """One access: residency, read, copy to the accelerator, verification. False if it failed."""
+    obj = schedule.objects[access]
+    slot = destinations.slots[thread, turn % destinations.slots.shape[1]]
+    scratch = destinations.scratch[thread]
+    first, end = extents.object_first_extent[obj], extents.object_first_extent[obj + 1]
+    if setting.observe_every > 0 and access % setting.observe_every == 0:
+        begin_ns = _now_ns(clock)
+        missing = np.int64(0)
+        for extent in range(first, end):
+            offset = extents.offset[extent] + extents.skip[extent]
+            pages = -(-(offset + extents.wanted[extent]) // setting.page_bytes) - offset // setting.page_bytes
+            cached = _cached(
+                extents.fd[extent],
+                offset,
+                extents.wanted[extent],
+                extents.map_address[extent],
+                setting.residency,
+                setting.page_bytes,
+                scratch,
+                destinations.vector[thread],
+            )
+            missing += pages - max(cached, 0)
+        results.missing_pages[access] = missing
+        results.observe_ns[thread] += _now_ns(clock) - begin_ns
+    base = slot.ctypes.data
+    returned = np.int64(0)
+    complete = True
+    results.begin_ns[access] = _now_ns(clock)
+    for extent in range(first, end):
+        got = _read(
+            extents.fd[extent],
+            base + extents.slot_offset[extent],
+            extents.length[extent],
+            extents.offset[extent],
+            extents.skip[extent] + extents.wanted[extent],
+        )
+        if got < 0:
+            returned = got
+            complete = False
+            break
+        got = min(got - extents.skip[extent], extents.wanted[extent])
+        returned += max(got, 0)
+        if got < extents.wanted[extent]:
+            complete = False
+            break
+    results.end_ns[access] = _now_ns(clock)
+    results.returned[access] = returned
+    if not complete:
+        return False
+    if setting.copy != 0:
+        for extent in range(first, end):
+            place = extents.slot_offset[extent] + extents.skip[extent]
+            failed = _call_copy(
+                setting.copy,
+                destinations.device_address[thread] + place,
+                base + place,
+                extents.wanted[extent],
+                np.int32(1),  # cudaMemcpyHostToDevice
+                destinations.stream[thread],
+            )
+            if failed != 0:
+                results.returned[access] = -np.int64(failed) - 1_000_000
+                return False
+    if setting.verify != VERIFY_NONE:
+        begin_ns = _now_ns(clock)
+        _verify(thread, event, obj, slot, extents, schedule, results, setting, scratch)
+        results.verify_ns[thread] += _now_ns(clock) - begin_ns
+    return True
+
+
+@numba.njit(cache=True, nogil=True)
+def _check_step(step, extents, results, setting, destinations, counters, clock):  # type: ignore[no-untyped-def]
+    """Notes residency and the text of the counter files after a step; thread 0, while the others wait."""
+    results.resident_pages[step] = resident_pages(
+        extents, setting.residency, setting.page_bytes, destinations.scratch[0], destinations.vector[0]
+    )
+    row = results.counter_text[step]
+    for counter in range(len(counters.fd)):
+        place = counters.first_byte[counter]
+        size = counters.first_byte[counter + 1] - place
+        results.counter_length[step, counter] = _read(counters.fd[counter], row.ctypes.data + place, size, 0, size)
+
+
+@numba.njit(cache=True, nogil=True)
+def work(thread, schedule, extents, results, setting, destinations, counters):  # type: ignore[no-untyped-def]
+    """Runs one demand thread through a pass; returns when the pass is over, was stopped, or an access failed."""
+    clock = np.zeros(2, dtype=np.int64)
+    stop = results.control.ctypes.data + 8 * STOP
+    tickets = results.ticket.ctypes.data
+    turn = 0
+    if setting.barrier == 0:
+        # One ticket runs through the whole schedule; an access knows its event for the digest only.
+        event = 0
+        while _load(stop) == 0:
+            access = _add(tickets, 1)
+            if access >= len(schedule.objects):
+                break
+            while schedule.event_first_access[event + 1] <= access:
+                event += 1
+            if setting.copy != 0 and turn >= destinations.slots.shape[1]:
+                _call_synchronize(setting.synchronize, destinations.stream[thread])
+            if not _access(thread, event, access, turn, schedule, extents, results, setting, destinations, clock):
+                results.control[FAILED_ACCESS] = access + 1
+                results.control[STOP] = 1
+            turn += 1
+        return
+    for step in range(len(schedule.step_first_event) - 1):
+        if thread == 0 and step == 0:
+            results.step_begin_ns[0] = _now_ns(clock)
+        for event in range(schedule.step_first_event[step], schedule.step_first_event[step + 1]):
+            turn = 0
+            while True:
+                access = schedule.event_first_access[event] + _add(tickets + 8 * event, 1)
+                if access >= schedule.event_first_access[event + 1]:
+                    break
+                if _load(stop) != 0:
+                    continue
+                if setting.copy != 0 and turn >= destinations.slots.shape[1]:
+                    _call_synchronize(setting.synchronize, destinations.stream[thread])
+                if not _access(thread, event, access, turn, schedule, extents, results, setting, destinations, clock):
+                    results.control[FAILED_ACCESS] = access + 1
+                    results.control[STOP] = 1
+                turn += 1
+            if setting.copy != 0 and turn > 0:
+                _call_synchronize(setting.synchronize, destinations.stream[thread])
+            # Whether to leave is decided once, before the barrier, so that all threads leave at the same one; the slot
+            # is written again two events later only, when everybody has read it.
+            if thread == 0:
+                results.control[QUIT_EVEN + event % 2] = _load(stop)
+                results.control[EVENTS_DONE] = event + 1
+            _c_barrier_wait(setting.barrier)
+            if results.control[QUIT_EVEN + event % 2] != 0:
+                return
+        if thread == 0:
+            results.step_end_ns[step] = _now_ns(clock)
+            _check_step(step, extents, results, setting, destinations, counters, clock)
+            now = _now_ns(clock)
+            results.check_end_ns[step] = now
+            if step + 1 < len(results.step_begin_ns):
+                results.step_begin_ns[step + 1] = now
+        _c_barrier_wait(setting.barrier)
+
+
+class Barrier:
+    """A pthread barrier of `num_threads`, kept alive by this object."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._memory = np.zeros(BARRIER_BYTES // 8, dtype=np.uint64)
+        self._libc = ctypes.CDLL(None)
+        failed = self._libc.pthread_barrier_init(ctypes.c_void_p(self.address), None, ctypes.c_uint(num_threads))
+        if failed:
+            raise OSError(failed, "pthread_barrier_init failed")
+
+    @property
+    def address(self) -> int:
+        return int(self._memory.ctypes.data)

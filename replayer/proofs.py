@@ -1,0 +1,514 @@
+"""The identities that one run must satisfy, each with what was expected, what was found, and whether it held.
+
+Every proof is made from counters and arrays that were taken independently of each other. A proof that could not be
+made says why and holds neither way; a proof that failed spoils the bytes of a run (and with them its times) or its
+times alone.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from replayer import counters
+from replayer.accounting import Recording, between, text_of
+from replayer.capacity import balloon_state
+from replayer.content import EDGE_BYTES, access_digest, bytes_of
+from replayer.owners import reads_directly
+from replayer.quantities import format_bytes
+
+RACED_SHARE = 0.01
+RESIDENT_SHARE = 0.01
+BALLOON_SLACK_BYTES = 24 << 20
+"""What a balloon on a whole machine leaves beyond the room meant: the kernel's reserves, measured at −1 … +20 MiB."""
+TIME_SHARE, TIME_SLACK_NS = 0.01, 5_000_000
+NEIGHBOR_SHARE, NEIGHBOR_SLACK_BYTES = 0.05, 16 << 20
+LOAD_SHARE = 0.10
+OBSERVATION_SHARE = 0.05
+IDLE_PAGE_OUT_NS = 20_000_000_000
+"""DAMON was seen to page out what had not been touched for about this long."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One row of the table `replay_proof`, less its run. held is null if the proof could not be made."""
+
+    name: str
+    spoils: str
+    expected: str
+    found: str
+    tolerance: str = ""
+    held: bool | None = None
+
+
+def prove(recording: Recording, run: dict[str, Any]) -> list[Proof]:
+    """Every proof of one run; `run` holds the columns that `accounting.account` counted."""
+    proofs = [_pool_absent(recording), *_machine_unchanged(recording), _pool_unchanged(recording)]
+    if recording.measured:
+        for make in _OF_MEASURED:
+            proofs.extend(make(recording, run))
+    proofs.append(_completed(recording))
+    return proofs
+
+
+def verdicts(proofs: list[Proof]) -> dict[str, Any]:
+    """bytes_valid and time_valid, with the reasons in words."""
+    failed = [proof for proof in proofs if proof.held is False]
+    reasons = {
+        kind: "; ".join(
+            f"{proof.name}: expected {proof.expected}, found {proof.found}" for proof in failed if proof.spoils == kind
+        )
+        for kind in ("bytes", "time")
+    }
+    time_reasons = "; ".join(
+        reason for reason in (reasons["bytes"] and "bytes are not valid", reasons["time"]) if reason
+    )
+    return {
+        "bytes_valid": not reasons["bytes"],
+        "bytes_reasons": reasons["bytes"],
+        "time_valid": not time_reasons,
+        "time_reasons": time_reasons,
+    }
+
+
+def _completed(recording: Recording) -> Proof:
+    found = recording.status if recording.failure is None else f"{recording.status}: {recording.failure}"
+    return Proof("run complete", "bytes", "complete", found, held=recording.status == "complete")
+
+
+def _pool_absent(recording: Recording) -> Proof:
+    name, expected = "pool absent at the cold start", "0 bytes resident"
+    if recording.cold is None:
+        return Proof(name, "bytes", expected, "the run did not get there")
+    resident_bytes = recording.cold["resident_bytes"]
+    return Proof(name, "bytes", expected, f"{resident_bytes:,} bytes", held=resident_bytes == 0)
+
+
+def _machine_unchanged(recording: Recording) -> Iterator[Proof]:
+    before, after = recording.machine_before, recording.machine_after
+    changed = [name for name in before if name != "machine_id" and before[name] != after.get(name)]
+    found = "; ".join(f"{name} {before[name]} became {after.get(name)}" for name in changed)
+    yield Proof(
+        "machine state unchanged",
+        "bytes",
+        str(before.get("machine_id")),
+        found or str(after.get("machine_id")),
+        held=not changed,
+    )
+
+
+def _pool_unchanged(recording: Recording) -> Proof:
+    files = recording.pool.files
+    pairs = zip(files, recording.pool_files_before, recording.pool_files_after, strict=False)
+    changed = [name for name, before, after in pairs if before != after]
+    found = "unchanged" if not changed else f"{len(changed)} changed, first {changed[0]}"
+    whole = len(recording.pool_files_after) == len(files)
+    return Proof(
+        "pool files unchanged",
+        "bytes",
+        f"size, time and inode of {len(files):,} files",
+        found,
+        held=whole and not changed,
+    )
+
+
+def _conserved(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    """Σ rows × k against the walk's selections, and the unions of the trace's events against the reads."""
+    trace, walk = recording.trace, recording.walk
+    rows, accesses = _rows_and_unions(recording)
+    yield Proof(
+        "selections conserved",
+        "bytes",
+        f"{rows * trace.top_k:,} = {rows:,} rows × {trace.top_k}",
+        f"{int(walk.selections.sum()):,}",
+        held=rows * trace.top_k == int(walk.selections.sum()),
+    )
+    yield Proof(
+        "reads conserved",
+        "bytes",
+        f"{accesses:,} accesses of the trace",
+        f"{run['reads']:,} reads",
+        held=accesses == run["reads"],
+    )
+
+
+def _rows_and_unions(recording: Recording) -> tuple[int, int]:
+    """(rows, Σ of unions) of the selected events, from the trace itself and not from the walk."""
+    trace = recording.trace
+    selected = selected_events(recording)
+    first = trace.event_first_row[:-1][selected]
+    end = trace.event_first_row[1:][selected]
+    rows = int((end - first).sum())
+    single = end - first == 1
+    # A row names an expert once at most, which reading the trace has checked.
+    unions = int(np.count_nonzero(single)) * trace.top_k
+    for begin, stop in zip(first[~single], end[~single], strict=True):
+        unions += len(np.unique(trace.expert_ids[begin:stop]))
+    return rows, unions
+
+
+def selected_events(recording: Recording) -> npt.NDArray[np.int64]:
+    """(N,) event_id of each replayed event, from the trace itself."""
+    trace = recording.trace
+    warmup = trace.event_phase == 2
+    steps = np.unique(trace.event_step[~warmup])[recording.step_begin : recording.step_end]
+    return np.flatnonzero(~warmup & np.isin(trace.event_step, steps))
+
+
+def _bytes_returned(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    """Bytes that the trace demands, from the experts' sizes in the trace's order, against what the reads returned."""
+    counts = np.bincount(recording.walk.objects, minlength=recording.pool.num_objects)
+    expected = int((counts * recording.pool.object_bytes).sum())
+    yield Proof(
+        "bytes returned",
+        "bytes",
+        f"{expected:,} bytes",
+        f"{run['returned_bytes']:,} bytes",
+        held=expected == run["returned_bytes"],
+    )
+
+
+def _content(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    checked = run["checked_bytes"]
+    wrong = int(recording.arrays["wrong"].sum())
+    if recording.pool.content is None:
+        yield Proof("content", "bytes", "what the pool must hold", "a checkpoint has no known content")
+        return
+    parts = "all pages" if recording.request.verify == "all" else "first and last page of each read"
+    yield Proof(
+        "content",
+        "bytes",
+        f"0 wrong words of 8 bytes ({parts})",
+        f"{wrong:,} of {checked // 8:,}",
+        held=wrong == 0 and checked > 0,
+    )
+    if recording.status == "complete":
+        expected = f"{expected_digest(recording):016x}"
+        yield Proof("digest", "bytes", expected, run["consumed_digest"], held=expected == run["consumed_digest"])
+
+
+def expected_digest(recording: Recording) -> int:
+    """The digest of the trace, from the content function alone: what every owner must have consumed."""
+    pool, walk = recording.pool, recording.walk
+    first, last = pool.object_first_extent[:-1], pool.object_first_extent[1:] - 1
+    sizes, lengths = pool.object_bytes, pool.extent_length_bytes
+    edge_bytes = np.minimum(np.minimum(lengths[first], lengths[last]), EDGE_BYTES)
+    edges = np.zeros((pool.num_objects, 2, EDGE_BYTES), dtype=np.uint8)
+    for obj in np.unique(walk.objects):
+        size, edge = int(sizes[obj]), int(edge_bytes[obj])
+        place = int(pool.object_layer_id[obj]), int(pool.object_expert_id[obj])
+        edges[obj, 0, :edge] = bytes_of(*place, 0, edge)
+        edges[obj, 1, :edge] = bytes_of(*place, size - edge, edge)
+    event_ids = selected_events(recording)[recording.access_event]
+    return int(_sum_of_digests(event_ids, walk.objects, pool.object_layer_id, pool.object_expert_id, edges, edge_bytes))
+
+
+@numba.njit(cache=True, nogil=True)
+def _sum_of_digests(event_ids, objects, layer_ids, expert_ids, edges, edge_bytes):  # type: ignore[no-untyped-def]
+    total = np.uint64(0)
+    for access in range(len(objects)):
+        obj = objects[access]
+        edge = edges[obj, :, : edge_bytes[obj]]
+        total += access_digest(event_ids[access], layer_ids[obj], expert_ids[obj], edge[0], edge[1])
+    return total
+
+
+def _device_identity(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    """What was read from the device against what was seen missing right before each read."""
+    name, request = "device bytes", recording.request
+    found = run["device_bytes"]
+    if found is None:
+        yield Proof(name, "bytes", "counted", "this kernel keeps no read_bytes per thread (CONFIG_TASK_IO_ACCOUNTING)")
+        return
+    if reads_directly(request.owner):
+        expected = _direct_bytes(recording)
+        yield Proof(name, "bytes", f"{expected:,} bytes asked of O_DIRECT", f"{found:,} bytes", held=found == expected)
+        return
+    missing = run["missing_bytes"]
+    if missing is None:
+        yield Proof(
+            name, "bytes", "bytes missing before the reads", f"residency was observed of {request.observe} accesses"
+        )
+        return
+    if request.fadvise == "normal":
+        yield Proof(
+            name,
+            "bytes",
+            f"at least {missing:,} bytes missing before the reads",
+            f"{found:,} bytes",
+            held=run["overshoot_bytes"] >= 0,
+        )
+        return
+    shared, raced = _shared_pages(recording), run["raced_pages"]
+    if request.mechanism == "none":
+        allowed, tolerance = 0, "to the byte"
+    else:
+        allowed = int(RACED_SHARE * missing / recording.page_bytes)
+        tolerance = f"0 to {allowed:,} pages evicted between look and read"
+    if shared:
+        tolerance += f"; {shared:,} pages shared by two experts of one event may be counted twice"
+    yield Proof(
+        name,
+        "bytes",
+        f"{missing:,} bytes missing before the reads",
+        f"{found:,} bytes, {raced:,} pages apart",
+        tolerance,
+        held=-shared <= raced <= allowed,
+    )
+
+
+def _direct_bytes(recording: Recording) -> int:
+    """Bytes of O_DIRECT reads, cut at the end of each file rounded up to the device's alignment."""
+    pool, reads, unit = recording.pool, recording.reads, recording.direct_alignment_bytes
+    file_end = -(-pool.file_bytes // unit) * unit
+    length = np.minimum(reads.length, file_end[pool.extent_file] - reads.offset)
+    of_object = np.add.reduceat(length, pool.object_first_extent[:-1])
+    return int(of_object[recording.walk.objects].sum())
+
+
+def _shared_pages(recording: Recording) -> int:
+    """Pages in which two experts of one event lie: two threads may both see such a page missing."""
+    pool, page = recording.pool, recording.page_bytes
+    begin, end = pool.extent_offset_bytes, pool.extent_offset_bytes + pool.extent_length_bytes
+    if not np.any(begin % page) and not np.any(end % page):
+        return 0
+    stride = int(pool.file_bytes.max()) // page + 2
+    edges = np.stack([begin // page, (end - 1) // page]) + pool.extent_file * stride
+    first, last = pool.object_first_extent[:-1], pool.object_first_extent[1:] - 1
+    shared = 0
+    # Whole extents of one expert are contiguous or in parts; each part's edge pages may be a neighbour's, too.
+    for event in range(recording.walk.num_events):
+        objects = recording.walk.objects[recording.walk.first_access[event] : recording.walk.first_access[event + 1]]
+        pages = np.concatenate([np.unique(edges[:, first[obj] : last[obj] + 1]) for obj in objects])
+        shared += len(pages) - len(np.unique(pages))
+    return shared
+
+
+def _within_wall(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    name, limits, own = "resident within the wall", recording.limits, recording.own_anonymous_bytes
+    if limits.wall_bytes is None or own is None:
+        return
+    room = limits.wall_bytes - own
+    slack = int(RESIDENT_SHARE * limits.wall_bytes)
+    if recording.request.mechanism == "balloon" and recording.request.outer_group_bytes is None:
+        slack += BALLOON_SLACK_BYTES
+    most = run["resident_max_bytes"]
+    steps = recording.resident_bytes
+    if most is None:
+        yield Proof(name, "bytes", f"at most {room:,} bytes", "no step ended")
+        return
+    above = int(np.count_nonzero(steps > room + slack))
+    yield Proof(
+        name,
+        "bytes",
+        f"at most {format_bytes(room)} at the end of each step",
+        f"at most {format_bytes(most)}, {above:,} of {len(steps):,} steps above",
+        f"{format_bytes(slack)}",
+        held=above == 0,
+    )
+
+
+def _wall_alive(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    """The limit as the group says it, after every step; and the group the reader is in."""
+    if recording.limits.limit_bytes is not None:
+        expected = recording.limits.limit_bytes
+        found = {
+            counters.parse_single_number(recording.step_text(step, "limit")) for step in range(recording.ended_steps)
+        }
+        found.add(counters.parse_single_number(text_of(recording.after, "limit")))
+        yield Proof(
+            "wall alive",
+            "bytes",
+            f"limit {expected:,} bytes after every step",
+            ", ".join(
+                "gone" if size is None else f"{size:,} bytes" for size in sorted(found, key=lambda size: size or 0)
+            ),
+            held=found == {expected},
+        )
+    places = {recording.step_text(step, "cgroup") for step in range(recording.ended_steps)}
+    places |= {
+        text_of(recording.cold, "cgroup"),
+        text_of(recording.before, "cgroup"),
+        text_of(recording.after, "cgroup"),
+    }
+    group = recording.limits.group_path
+    same = len(places) == 1 and (
+        group is None or all(place is not None and group.encode() in place for place in places)
+    )
+    yield Proof(
+        "one scope",
+        "bytes",
+        "warm-up and every measured step in " + (group or "the same groups"),
+        "the same" if same else f"{len(places)} different sets of groups, or outside it",
+        held=same,
+    )
+
+
+def _balloon_alive(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    limits = recording.limits
+    if limits.balloon_bytes is None:
+        return
+    lost, least = 0, None
+    for step in range(recording.ended_steps):
+        locked, start = balloon_state(
+            recording.step_text(step, "balloon_status") or b"", recording.step_text(step, "balloon_stat") or b""
+        )
+        if locked != limits.balloon_bytes or start != limits.balloon_start_ticks:
+            lost += 1
+        mlocked = (counters.parse_meminfo(recording.step_text(step, "meminfo")) or {}).get("Mlocked")
+        least = mlocked if least is None or (mlocked is not None and mlocked < least) else least
+    yield Proof(
+        "balloon alive",
+        "bytes",
+        f"{limits.balloon_bytes:,} bytes locked by the same process after every step",
+        f"{lost:,} of {recording.ended_steps:,} steps without",
+        held=lost == 0 and recording.ended_steps > 0,
+    )
+    if limits.balloon_machine_locked_bytes is not None and least is not None:
+        # Each processor keeps a batch of small pages back before it counts them.
+        slack = 64 * int(recording.machine_before.get("cpus") or 1) * recording.page_bytes
+        yield Proof(
+            "locked memory not lower",
+            "bytes",
+            f"Mlocked at least {limits.balloon_machine_locked_bytes:,} bytes",
+            f"at least {least:,} bytes",
+            format_bytes(slack),
+            held=least >= limits.balloon_machine_locked_bytes - slack,
+        )
+
+
+def _no_oom_no_swap(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    kills = between(recording, "vmstat", counters.parse_flat, lambda stat: stat.get("oom_kill"))
+    group = recording.group_oom_kills
+    known = [number for number in (kills, group) if number is not None]
+    yield Proof(
+        "no out-of-memory kill",
+        "bytes",
+        "0",
+        "not counted here" if not known else f"{sum(known)} (machine {kills}, group {group})",
+        held=sum(known) == 0 if known else None,
+    )
+    swapped = [
+        between(recording, "vmstat", counters.parse_flat, lambda stat, name=name: stat.get(name))
+        for name in ("pswpin", "pswpout")
+    ]
+    own = (counters.parse_status(text_of(recording.after, "status")) or {}).get("VmSwap")
+    known = [number for number in (*swapped, own) if number is not None]
+    yield Proof(
+        "no swap",
+        "bytes",
+        "0 pages in or out, 0 bytes of the reader",
+        "not counted here" if not known else f"{swapped[0]} in, {swapped[1]} out, {own} bytes",
+        held=sum(known) == 0 if known else None,
+    )
+
+
+def _times_add_up(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    """Step times by thread 0 against the whole interval by the thread that waits, and stalls inside their steps."""
+    if recording.status != "complete" or run["interval_ns"] is None:
+        return
+    found, expected = run["wall_ns"] + run["check_ns"], run["interval_ns"]
+    slack = int(TIME_SHARE * expected) + TIME_SLACK_NS
+    yield Proof(
+        "step times sum to the interval",
+        "time",
+        f"{expected / 1e6:,.1f} ms",
+        f"{found / 1e6:,.1f} ms",
+        f"{slack / 1e6:.1f} ms",
+        held=abs(found - expected) <= slack,
+    )
+    yield Proof(
+        "stalls within their steps",
+        "time",
+        f"at most {run['wall_ns'] / 1e6:,.1f} ms",
+        f"{run['stall_ns'] / 1e6:,.1f} ms",
+        held=0 < run["stall_ns"] <= run["wall_ns"],
+    )
+
+
+def _quiet(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    """What leaves the bytes alone but makes times worthless: neighbours, load, idle page-out, emulation, own checks."""
+    neighbor, device = run["neighbor_bytes"], run["device_bytes"]
+    if neighbor is None or device is None:
+        yield Proof("no neighbour on the device", "time", "little beside the run's own reads", "not counted here")
+    else:
+        allowed = int(max(NEIGHBOR_SHARE * device, NEIGHBOR_SLACK_BYTES))
+        yield Proof(
+            "no neighbour on the device",
+            "time",
+            "0 bytes read by others",
+            format_bytes(neighbor),
+            format_bytes(allowed),
+            held=neighbor <= allowed,
+        )
+    yield from _load(recording, run)
+    yield from _idle_page_out(recording, run)
+    virtualization = str(recording.machine_before.get("virtualization"))
+    yield Proof("no emulation", "time", "a real or virtual processor", virtualization, held="tcg" not in virtualization)
+    threads_ns = run["wall_ns"] * recording.request.threads
+    own = run["observe_ns"] + run["verify_ns"]
+    if threads_ns:
+        yield Proof(
+            "checks are cheap",
+            "time",
+            "0 % of the demand threads' time",
+            f"{100 * own / threads_ns:.1f} %",
+            f"{100 * OBSERVATION_SHARE:.0f} %",
+            held=own <= OBSERVATION_SHARE * threads_ns,
+        )
+
+
+def _load(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    name, expected = "no foreign load", "0 % of the processors"
+    busy = between(recording, "cpu", counters.parse_cpu_stat, lambda cpu: cpu.busy_ns + cpu.stolen_ns)
+    total = between(recording, "cpu", counters.parse_cpu_stat, lambda cpu: cpu.total_ns)
+    # The kernel accounts by tick; below a quarter of a second a share says nothing.
+    if busy is None or not total or run["cpu_ns"] is None or run["interval_ns"] < 250_000_000:
+        yield Proof(name, "time", expected, "too short to tell" if total else "not counted here")
+        return
+    share = max(busy - run["cpu_ns"], 0) / total
+    yield Proof(name, "time", expected, f"{100 * share:.1f} %", f"{100 * LOAD_SHARE:.0f} %", held=share <= LOAD_SHARE)
+
+
+def _idle_page_out(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    name, damon = "no idle page-out by the machine", str(recording.machine_before.get("damon"))
+    if recording.request.mechanism == "none" and not reads_directly(recording.request.owner):
+        if recording.before is None or recording.after is None or run["device_bytes"] is None:
+            return
+        grown = recording.after["resident_bytes"] - recording.before["resident_bytes"]
+        lost = run["device_bytes"] - grown
+        yield Proof(
+            name,
+            "time",
+            "resident bytes grow by what was read",
+            f"{lost:,} bytes left meanwhile (DAMON {damon})",
+            held=lost == 0,
+        )
+        return
+    long = run["interval_ns"] is not None and run["interval_ns"] > IDLE_PAGE_OUT_NS
+    on = damon.startswith("on")
+    yield Proof(
+        name,
+        "time",
+        "no kernel thread that pages out idle memory",
+        f"DAMON {damon}",
+        "runs up to 20 s",
+        held=not (on and long),
+    )
+
+
+_OF_MEASURED: tuple[Callable[[Recording, dict[str, Any]], Iterator[Proof]], ...] = (
+    _conserved,
+    _bytes_returned,
+    _content,
+    _device_identity,
+    _within_wall,
+    _wall_alive,
+    _balloon_alive,
+    _no_oom_no_swap,
+    _times_add_up,
+    _quiet,
+)

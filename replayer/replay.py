@@ -1,0 +1,651 @@
+"""One native run: pool dropped and proven absent, memory limited, warm-up and measured pass in one process, judged.
+
+This process supervises: it plans, starts the measuring process inside the limit, watches, and accounts for what that
+one left in the arena they share, also when it was interrupted or killed. The loop itself is in `loop`.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import replayer
+from replayer import counters, loop
+from replayer.accounting import Limits, Recording, Request, account
+from replayer.arena import Arena
+from replayer.capacity import Balloon, Group, find_memory_controller, launch_in, memory_group, remove_leftovers
+from replayer.content import expert_key
+from replayer.machine import Storage, machine_row, storage_of
+from replayer.owners import plan_reads, reads_directly
+from replayer.pool import Pool, check_against_trace
+from replayer.proofs import Proof, prove, selected_events, verdicts
+from replayer.simulate import Window, prepare
+from replayer.trace import Trace
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is going on, and how many of how many events of the pass are done."""
+
+SAMPLE_EVERY = 16
+"""Under `observe` sample, one of so many accesses has its residency asked for."""
+
+BALLOON_PROCESS_BYTES = 12 << 20
+"""What the balloon's own interpreter takes beside the locked region, where it shares the reader's machine."""
+
+_GRACE_S = 0.6
+_STEP_COUNTERS = (
+    ("io", "/proc/self/io", 512),
+    ("cgroup", "/proc/self/cgroup", 8192),
+    ("meminfo", "/proc/meminfo", 8192),
+)
+_RUN_COUNTERS = (("status", "/proc/self/status"), ("vmstat", "/proc/vmstat"), ("cpu", "/proc/stat"))
+_THREAD_IO_BYTES = 512
+_MACHINE_LOCK = "\0expert-tier-replay"
+_RESIDENCY = {"cachestat": loop.RESIDENCY_CACHESTAT, "mincore": loop.RESIDENCY_MINCORE}
+_OBSERVE_EVERY = {"none": 0, "sample": SAMPLE_EVERY, "every": 1}
+_VERIFY = {"edges": loop.VERIFY_EDGES, "all": loop.VERIFY_ALL}
+MEASURE_COMMAND = (sys.executable, "-P", "-m", "replayer.measure")
+
+
+class UnusableReplay(ValueError):
+    """The run asked for cannot be made: a call to correct."""
+
+
+class ReplayBusy(OSError):
+    """Another replay, or a build of the pool, is going on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The rows that one run leaves in each table."""
+
+    run: dict[str, Any]
+    steps: list[dict[str, Any]]
+    layers: list[dict[str, Any]]
+    proofs: list[dict[str, Any]]
+    pool: dict[str, Any]
+    machine: dict[str, Any]
+
+
+def replay(trace: Trace, pool: Pool, request: Request, *, repeat: int = 0, progress: Progress | None = None) -> Run:
+    """Replays `trace` against `pool` once; call from the main thread.
+
+    A run that could be started always comes back as a row, whatever came of it; an interrupt (KeyboardInterrupt or
+    SIGTERM) stops it and marks it.
+
+    Raises:
+        UnusableReplay, PoolMismatch: trace, pool and request do not go together; nothing was started.
+        NotEnforceable: this machine cannot limit memory so. ReplayBusy: another replay is going on.
+        OSError: a file of the pool cannot be opened.
+    """
+    check_against_trace(pool, trace.metadata)
+    started_at = datetime.now(UTC)
+    run_id = f"{started_at:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
+    recording = _plan(trace, pool, request)
+    _check_room(recording)
+    with _alone(pool), _terminate_as_interrupt():
+        remove_leftovers()
+        storage = storage_of(pool.folder)
+        with _arena_of(recording) as arena:
+            recording.arrays = arena.arrays
+            _record(recording, arena, storage, progress)
+            # Files and machine are looked at again at once, while nothing of ours runs any more.
+            recording.pool_files_after = _pool_files(pool)
+            recording.machine_after = machine_row(storage)
+            counted, steps, layers = account(recording)
+            proofs = prove(recording, counted)
+    return _rows(recording, run_id, started_at, repeat, counted, steps, layers, proofs)
+
+
+def condition_hash(trace_id: str, pool_id: str, request: Request) -> str:
+    """Names what was asked for: the same for every repetition of one condition."""
+    said = json.dumps([trace_id, pool_id, dataclasses.asdict(request)], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:12]
+
+
+def _plan(trace: Trace, pool: Pool, request: Request) -> Recording:
+    resolved = prepare(trace, Window(request.steps, "all"))
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    alignment = _direct_alignment_bytes(pool)
+    threads_io = [(f"thread_io {number}", _THREAD_IO_BYTES) for number in range(request.threads)]
+    own = [(name, size) for name, _, size in _STEP_COUNTERS]
+    if request.mechanism == "balloon":
+        own += [("balloon_status", 8192), ("balloon_stat", 1024)]
+    if request.mechanism == "cgroup" or request.outer_group_bytes is not None:
+        own += [("limit", 64), ("usage", 64)]
+    return Recording(
+        request=request,
+        trace=trace,
+        pool=pool,
+        reads=plan_reads(pool, request.owner, alignment),
+        walk=resolved.walk,
+        page_bytes=page_bytes,
+        direct_alignment_bytes=alignment,
+        step_begin=resolved.step_begin,
+        step_end=resolved.step_end,
+        arrays={},
+        step_counters=own + threads_io,
+        residency_counter=counters.residency_counter(),
+    )
+
+
+def _direct_alignment_bytes(pool: Pool) -> int:
+    """What O_DIRECT asks for on the pool's file system; a page where it does not say."""
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    block_bytes = storage_of(pool.folder).logical_block_bytes
+    return max(block_bytes or page_bytes, 512)
+
+
+def _check_room(recording: Recording) -> None:
+    """Refuses a capacity that does not hold what is in flight: reads would evict each other before they are copied."""
+    request = recording.request
+    if (request.capacity_bytes is None) != (request.mechanism == "none"):
+        raise UnusableReplay("--mechanism none takes no --capacity, cgroup and balloon need one; say both or neither")
+    if request.capacity_bytes is None or request.allow_thrash or reads_directly(request.owner):
+        return
+    largest = int(recording.pool.object_bytes[np.unique(recording.walk.objects)].max())
+    if request.capacity_bytes < request.threads * largest:
+        raise UnusableReplay(
+            f"capacity of {request.capacity_bytes:,} bytes, but {request.threads} threads have up to "
+            f"{request.threads * largest:,} bytes in flight, so experts would be evicted while they are read; ask for "
+            "more, use fewer --threads, or add --allow-thrash to measure it all the same"
+        )
+
+
+@contextlib.contextmanager
+def _alone(pool: Pool) -> Iterator[None]:
+    """Holds the machine's and the pool's lock: two replays would measure each other."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as machine:
+        try:
+            machine.bind(_MACHINE_LOCK)
+        except OSError:
+            raise ReplayBusy(
+                "another replay runs on this machine, and two would measure each other; wait until it has ended"
+            ) from None
+        descriptor = os.open(pool.folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ReplayBusy(
+                    f"{pool.folder}: somebody builds or replays this pool; wait until it has ended"
+                ) from None
+            yield
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does: with everything released and the run marked."""
+
+    def interrupt(_number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _arena_of(recording: Recording) -> Iterator[Arena]:
+    walk, pool, reads = recording.walk, recording.pool, recording.reads
+    accesses, events, steps = len(walk.objects), walk.num_events, recording.num_steps
+    threads, names = recording.request.threads, recording.step_counters
+    places = np.concatenate([[0], np.cumsum([size for _, size in names])]).astype(np.int64)
+    planned: dict[str, np.ndarray[Any, Any]] = {
+        "step_first_event": recording.step_first_event,
+        "event_first_access": walk.first_access.astype(np.int64),
+        "event_id": _event_ids(recording),
+        "objects": walk.objects.astype(np.int32),
+        "object_first_extent": pool.object_first_extent,
+        "object_layer_id": pool.object_layer_id.astype(np.int64),
+        "object_expert_id": pool.object_expert_id.astype(np.int64),
+        "object_key": _object_keys(pool),
+        "extent_file": pool.extent_file.astype(np.int32),
+        "extent_offset": reads.offset,
+        "extent_length": reads.length,
+        "extent_skip": reads.skip,
+        "extent_wanted": reads.wanted,
+        "extent_slot_offset": reads.slot_offset,
+        "extent_first_word": reads.first_word,
+        "file_bytes": pool.file_bytes,
+        "counter_first_byte": places,
+    }
+    per_access = dict.fromkeys(("begin_ns", "end_ns", "returned"), ("int64", (accesses,)))
+    per_step = dict.fromkeys(("step_begin_ns", "step_end_ns", "check_end_ns", "resident_pages"), ("int64", (steps,)))
+    per_thread = dict.fromkeys(("wrong", "checked_words", "observe_ns", "verify_ns"), ("int64", (threads,)))
+    layout: dict[str, tuple[str, tuple[int, ...]]] = {
+        **{name: (array.dtype.name, array.shape) for name, array in planned.items()},
+        **per_access,
+        "missing_pages": ("int32", (accesses,)),
+        **per_step,
+        "digest": ("uint64", (threads,)),
+        **per_thread,
+        "counter_text": ("uint8", (steps, int(places[-1]))),
+        "counter_length": ("int32", (steps, len(names))),
+        "ticket": ("int64", (events,)),
+        "control": ("int64", (8,)),
+    }
+    arena = Arena.create(layout)
+    try:
+        for name, array in planned.items():
+            arena.arrays[name][...] = array
+        yield arena
+    finally:
+        arena.close()
+
+
+def _event_ids(recording: Recording) -> np.ndarray[Any, Any]:
+    """(N,) event_id of each replayed event: its place in the trace."""
+    return selected_events(recording).astype(np.int64)
+
+
+def _object_keys(pool: Pool) -> np.ndarray[Any, Any]:
+    pairs = zip(pool.object_layer_id.tolist(), pool.object_expert_id.tolist(), strict=True)
+    return np.array([expert_key(layer_id, expert_id) for layer_id, expert_id in pairs], dtype=np.uint64)
+
+
+def _pool_files(pool: Pool) -> list[tuple[int, int, int]]:
+    found = []
+    for name in pool.files:
+        try:
+            stat = (pool.folder / name).stat()
+        except OSError:
+            break
+        found.append((stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    return found
+
+
+def _record(recording: Recording, arena: Arena, storage: Storage, progress: Progress | None) -> None:
+    """Runs the measuring process and notes in `recording` what came of it."""
+    request = recording.request
+    recording.pool_files_before = _pool_files(recording.pool)
+    recording.machine_before = machine_row(storage)
+    with contextlib.ExitStack() as stack:
+        group = outer = None
+        if request.mechanism == "cgroup" or request.outer_group_bytes is not None:
+            controller = find_memory_controller()
+            purpose = "wall" if request.mechanism == "cgroup" else "machine"
+            group = stack.enter_context(memory_group(controller, purpose))
+            if request.outer_group_bytes is not None:
+                outer = group
+                outer.set_limit_bytes(request.outer_group_bytes)
+        child = stack.enter_context(_Child(recording, arena, storage, group))
+        try:
+            ready = child.expect("ready")
+            _note_own_memory(recording, ready, group)
+            balloon = _limit(recording, group, outer, stack)
+            child.open_counters(_counter_files(recording, storage, group, balloon))
+            _drop(recording.pool)
+            child.tell("run")
+            recording.cold = child.expect("cold")["snapshot"]
+            if request.warm_pass:
+                warm = child.expect("warm", progress=progress, what="warm-up pass")
+                recording.warm = recording.before = warm["snapshot"]
+            else:
+                recording.before = recording.cold
+            recording.measured = True
+            done = child.expect("done", progress=progress, what="measured pass")
+            recording.after, recording.span = done["after"], done["span"]
+        except KeyboardInterrupt:
+            child.stop()
+            recording.status, recording.failure = "interrupted", f"interrupted {_where(recording)}"
+        except _Ended as ended:
+            recording.status, recording.failure = ended.status, ended.message
+        if group is not None:
+            recording.group_oom_kills, recording.group_peak_bytes = group.oom_kills(), group.peak_bytes()
+
+
+def _drop(pool: Pool) -> None:
+    for name in pool.files:
+        counters.drop(pool.folder / name)
+
+
+def _note_own_memory(recording: Recording, ready: dict[str, Any], group: Group | None) -> None:
+    status = counters.parse_status(ready["status"].encode()) or {}
+    known = [size for size in (status.get("RssAnon"), group and group.anonymous_bytes()) if size is not None]
+    recording.own_anonymous_bytes = max(known, default=None)
+    recording.own_kernel_bytes = None if group is None else group.kernel_bytes()
+
+
+def _limit(
+    recording: Recording, group: Group | None, outer: Group | None, stack: contextlib.ExitStack
+) -> Balloon | None:
+    """Enforces the capacity, now that the reader's own memory is known; fills `recording.limits`."""
+    request = recording.request
+    if request.capacity_bytes is None:
+        return None
+    own = (recording.own_anonymous_bytes or 0) + (recording.own_kernel_bytes or 0)
+    room = request.capacity_bytes + request.headroom_bytes
+    available = (counters.parse_meminfo(Path("/proc/meminfo").read_bytes()) or {}).get("MemAvailable", 0)
+    if room > available and outer is None:
+        raise UnusableReplay(
+            f"capacity and headroom of {room:,} bytes, but this machine has {available:,} bytes available: it would be "
+            "the limit, not the mechanism; ask for less"
+        )
+    if request.mechanism == "cgroup":
+        assert group is not None, "mechanism cgroup has a group"
+        limit = group.set_limit_bytes(own + room)
+        recording.limits = Limits(
+            detail=f"cgroup v{group.version}",
+            wall_bytes=own + room,
+            enforced_bytes=limit - own,
+            limit_bytes=limit,
+            group_path=group.folder.name,
+        )
+        return None
+    if outer is not None:
+        assert request.outer_group_bytes is not None, "an outer group has a limit"
+        size = request.outer_group_bytes - own - room - BALLOON_PROCESS_BYTES
+        wanted = f"a machine of {request.outer_group_bytes:,} bytes"
+    else:
+        size, wanted = available - room, f"{available:,} bytes available"
+    if size <= 0:
+        raise UnusableReplay(f"capacity and headroom of {room:,} bytes leave nothing to lock of {wanted}; ask for less")
+    balloon = stack.enter_context(Balloon.inflate(size, outer))
+    if outer is not None:
+        used = outer.usage_bytes() - (outer.cache_bytes() or 0)
+        left = (outer.limit_bytes() or 0) - used
+        detail = f"balloon in a cgroup v{outer.version} that stands for the machine"
+    else:
+        left = (counters.parse_meminfo(Path("/proc/meminfo").read_bytes()) or {}).get("MemAvailable", 0)
+        detail = "balloon on the whole machine"
+    recording.limits = Limits(
+        detail=detail,
+        wall_bytes=own + room,
+        enforced_bytes=max(left, 0),
+        balloon_bytes=balloon.size_bytes,
+        balloon_start_ticks=balloon.start_time_ticks,
+        balloon_machine_locked_bytes=balloon.machine_locked_bytes,
+        limit_bytes=None if outer is None else outer.limit_bytes(),
+        group_path=None if outer is None else outer.folder.name,
+    )
+    return balloon
+
+
+def _counter_files(
+    recording: Recording, storage: Storage, group: Group | None, balloon: Balloon | None
+) -> dict[str, list[list[str]]]:
+    """Which counter files are read after each step, in the order of their slots, and which around each pass."""
+    paths = {name: path for name, path, _ in _STEP_COUNTERS}
+    if balloon is not None:
+        paths |= {"balloon_status": str(balloon.status_file), "balloon_stat": str(balloon.stat_file)}
+    run_counters = [list(pair) for pair in _RUN_COUNTERS]
+    if group is not None:
+        paths |= {"limit": str(group.limit_file), "usage": str(group.usage_file)}
+        run_counters.append(["memory_stat", str(group.stat_file)])
+    if storage.block_stat_file is not None:
+        run_counters.append(["device", str(storage.block_stat_file)])
+    step_counters = [[name, paths[name]] for name, _ in recording.step_counters if not name.startswith("thread_io ")]
+    return {"step_counters": step_counters, "run_counters": run_counters}
+
+
+def _where(recording: Recording) -> str:
+    """How far the run got, in words."""
+    if recording.cold is None:
+        return "before the first read"
+    done = int(recording.arrays["control"][loop.EVENTS_DONE])
+    which = "measured pass" if recording.measured else "warm-up pass"
+    return f"in the {which}, step {_step_id(recording, max(done - 1, 0))}"
+
+
+def _step_id(recording: Recording, event: int) -> int:
+    return int(recording.trace.event_step[_event_ids(recording)[event]])
+
+
+class _Ended(Exception):
+    """The measuring process ended before it said what was awaited."""
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+
+
+class _Child:
+    """The measuring process and the lines it is spoken to in."""
+
+    def __init__(self, recording: Recording, arena: Arena, storage: Storage, group: Group | None) -> None:
+        self.recording, self.arena, self.group = recording, arena, group
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
+        self._said = b""
+        # The package as it is here, wherever the command was called from; a folder of that name there is not ours.
+        place = str(Path(replayer.__file__).parents[1])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([place, *_paths(os.environ.get("PYTHONPATH"))])}
+        self.process = launch_in(
+            group,
+            list(MEASURE_COMMAND),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment,
+            pass_fds=[arena.descriptor],
+            # Ctrl-C at the terminal is for this process, which then stops the other one and marks the run.
+            process_group=0,
+        )
+        self.tell(json.dumps(self._spec(storage)))
+
+    def _spec(self, storage: Storage) -> dict[str, Any]:
+        recording, request = self.recording, self.recording.request
+        return {
+            "parent_pid": os.getpid(),
+            "first_to_die": request.mechanism == "balloon",
+            "arena_descriptor": self.arena.descriptor,
+            "layout": self.arena.layout,
+            "folder": str(recording.pool.folder.resolve()),
+            "files": recording.pool.files,
+            "owner": request.owner,
+            "fadvise": request.fadvise,
+            "device": request.destination,
+            "threads": request.threads,
+            "slots": 2 if request.destination == "cuda" else 1,
+            "slot_bytes": recording.reads.slot_bytes,
+            "residency": _RESIDENCY[recording.residency_counter],
+            "observe_every": _OBSERVE_EVERY[request.observe],
+            "verify": _VERIFY[request.verify] if recording.pool.content is not None else loop.VERIFY_EDGES,
+            "warm_pass": request.warm_pass,
+        }
+
+    def __enter__(self) -> "_Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self._errors):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def tell(self, line: str) -> None:
+        """Writes one line to the process."""
+        assert self.process.stdin is not None, "stdin is a pipe"
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(line.encode() + b"\n")
+            self.process.stdin.flush()
+
+    def open_counters(self, files: dict[str, list[list[str]]]) -> None:
+        """Says which counter files there are, now that there is a limit."""
+        self.tell(json.dumps(files))
+
+    def expect(self, kind: str, *, progress: Progress | None = None, what: str = "") -> dict[str, Any]:
+        """The next report, which must be of that kind.
+
+        Raises:
+            _Ended: the process failed, was stopped or died instead.
+        """
+        assert self.process.stdout is not None, "stdout is a pipe"
+        control = self.arena.arrays["control"]
+        while b"\n" not in self._said:
+            if not select.select([self.process.stdout], [], [], 0.2)[0]:
+                if progress is not None and what:
+                    progress(what, int(control[loop.EVENTS_DONE]), self.recording.walk.num_events)
+                continue
+            more = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not more:
+                raise self._end()
+            self._said += more
+        line, _, self._said = self._said.partition(b"\n")
+        report: dict[str, Any] = json.loads(line)
+        if report["kind"] == "failed":
+            if report["wrong_call"]:
+                raise UnusableReplay(report["message"])
+            raise _Ended("failed", report["message"])
+        failed_access = int(control[loop.FAILED_ACCESS])
+        if failed_access:
+            raise _Ended("failed", self._failed_access(failed_access - 1))
+        if report["kind"] != kind:
+            raise _Ended("failed", f"the measuring process said {report['kind']} where {kind} was awaited")
+        return report
+
+    def stop(self) -> None:
+        """Ends the process: the loop at its next event, whatever else after a moment."""
+        self.arena.arrays["control"][loop.STOP] = 1
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+            self.process.wait(_GRACE_S)
+            return
+        self.process.kill()
+        self.process.wait()
+
+    def _end(self) -> _Ended:
+        status = self.process.wait()
+        recording = self.recording
+        if status == -signal.SIGKILL:
+            by_kernel = self.group is not None and (self.group.oom_kills() or 0) > 0
+            why = (
+                "by the kernel: its memory limit did not suffice; allow more --headroom"
+                if by_kernel
+                else "by SIGKILL, perhaps by the kernel for want of memory"
+            )
+            return _Ended("killed", f"the measuring process was killed {_where(recording)} {why}")
+        self._errors.seek(0)
+        last = self._errors.read().decode(errors="replace").strip().splitlines()
+        return _Ended(
+            "failed", f"the measuring process ended with code {status} {_where(recording)}: {' '.join(last[-1:])}"
+        )
+
+    def _failed_access(self, access: int) -> str:
+        """Step, expert, file and reason of a read that failed."""
+        recording, pool = self.recording, self.recording.pool
+        obj, returned = int(recording.walk.objects[access]), int(self.arena.arrays["returned"][access])
+        extent = int(pool.object_first_extent[obj])
+        step_id = _step_id(recording, int(recording.access_event[access]))
+        where = (
+            f"step {step_id}, layer {pool.object_layer_id[obj]}, expert {pool.object_expert_id[obj]}, "
+            f"{pool.folder / pool.files[pool.extent_file[extent]]}"
+        )
+        if returned <= -1_000_000:
+            return f"{where}: the copy to the accelerator failed with CUDA error {-returned - 1_000_000}"
+        if returned < 0:
+            reason = os.strerror(-returned)
+            return f"{where}: read failed: {reason}; look at the device (dmesg) and at: replayer pool verify"
+        return (
+            f"{where}: the file ended after {returned:,} of the expert's {pool.object_bytes[obj]:,} bytes, so it "
+            "shrank during the run; build the pool again"
+        )
+
+
+def _paths(joined: str | None) -> list[str]:
+    return [path for path in (joined or "").split(os.pathsep) if path]
+
+
+def _rows(
+    recording: Recording,
+    run_id: str,
+    started_at: datetime,
+    repeat: int,
+    counted: dict[str, Any],
+    steps: list[dict[str, Any]],
+    layers: list[dict[str, Any]],
+    proofs: list[Proof],
+) -> Run:
+    request, limits, pool, walk = recording.request, recording.limits, recording.pool, recording.walk
+    trace_id = recording.trace.metadata.trace_id
+    run = {
+        "run_id": run_id,
+        "started_at": f"{started_at:%Y-%m-%dT%H:%M:%S.%fZ}",
+        "condition_hash": condition_hash(trace_id, pool.pool_id, request),
+        "trace_id": trace_id,
+        "pool_id": pool.pool_id,
+        "machine_id": recording.machine_before["machine_id"],
+        "replayer_version": _version(),
+        "status": recording.status,
+        "failure": recording.failure,
+        **verdicts(proofs),
+        "thrash": _thrashes(recording),
+        **{name: getattr(request, name) for name in (
+            "owner", "mechanism", "fadvise", "destination", "threads", "observe", "verify", "warm_pass",
+            "capacity_bytes", "headroom_bytes", "outer_group_bytes",
+        )},
+        "mechanism_detail": limits.detail,
+        "residency_counter": recording.residency_counter,
+        "repeat": repeat,
+        "step_begin": recording.step_begin,
+        "step_end": recording.step_end,
+        "access_order": walk.order,
+        "own_anonymous_bytes": recording.own_anonymous_bytes,
+        "own_kernel_bytes": recording.own_kernel_bytes,
+        "wall_bytes": limits.wall_bytes,
+        "enforced_bytes": limits.enforced_bytes,
+        "balloon_bytes": limits.balloon_bytes,
+        **counted,
+    }  # fmt: skip
+    return Run(
+        run=run,
+        steps=[{"run_id": run_id, **row} for row in steps],
+        layers=[{"run_id": run_id, **row} for row in layers],
+        proofs=[{"run_id": run_id, **dataclasses.asdict(proof)} for proof in proofs],
+        pool=pool_row(pool),
+        machine=recording.machine_before,
+    )
+
+
+def _thrashes(recording: Recording) -> bool:
+    request = recording.request
+    if request.capacity_bytes is None or reads_directly(request.owner):
+        return False
+    largest = int(recording.pool.object_bytes[np.unique(recording.walk.objects)].max())
+    return request.capacity_bytes < request.threads * largest
+
+
+def pool_row(pool: Pool) -> dict[str, Any]:
+    """The pool's row of the table `pool`."""
+    return {
+        "pool_id": pool.pool_id,
+        "layout": pool.layout,
+        "content": pool.content,
+        "alignment_bytes": pool.alignment_bytes,
+        "moe_layers": len(pool.moe_layer_ids),
+        "pool_experts": pool.num_objects,
+        "pool_bytes": int(pool.object_bytes.sum()),
+        "expert_bytes_min": int(pool.object_bytes.min()),
+        "expert_bytes_max": int(pool.object_bytes.max()),
+        "files": len(pool.files),
+        "file_bytes": int(pool.file_bytes.sum()),
+    }
+
+
+def _version() -> str:
+    try:
+        return version("expert-tier")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,185 @@
+"""The command `replayer replay`: arguments in, rows into the data folder, lines or one JSON document out."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow.parquet as pq
+
+from replayer.accounting import Request
+from replayer.command import Parser, byte_size, count, steps
+from replayer.pool import read_pool
+from replayer.quantities import format_bytes
+from replayer.replay import Run, UnusableReplay, replay
+from replayer.trace import read_trace
+from schemas.columns import DESTINATIONS, FADVICES, MECHANISMS, OBSERVATIONS, OWNERS
+from schemas.files import DataFolder, publish
+from schemas.tables import TABLES
+
+_EPILOG = """\
+examples:
+  replayer replay data/traces/ID.parquet --pool POOL --mechanism cgroup --capacity 512MiB --data data
+  replayer replay data/traces/ID.parquet --pool POOL --owner restream --mechanism none --steps 0:100
+  replayer replay data/traces/ID.parquet --pool POOL --mechanism cgroup --capacity 512MiB --repeat 5 --json
+
+The steps are replayed twice, and the second pass is measured. Capacity is what may stay in memory of experts; the
+reader's own memory and --headroom come on top. Exits 1 when a proof about the bytes does not hold.
+"""
+_MAX_THREADS = 256
+_MAX_REPEAT = 10_000
+
+
+def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Adds `replay` to the subparsers of a command line."""
+    command = commands.add_parser(
+        "replay",
+        help="replay a trace against a pool of files, with memory limited",
+        description="Replays a canonical trace natively against a file-backed pool and proves what it counted.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("trace", type=Path, metavar="TRACE", help="a canonical trace, data/traces/ID.parquet")
+    command.add_argument("--pool", type=Path, required=True, metavar="DIR", help="made by: replayer pool build")
+    command.add_argument("--owner", choices=OWNERS, default="page_cache", help="who holds experts (default page_cache)")
+    command.add_argument("--mechanism", choices=MECHANISMS, default="none", help="what limits memory (default none)")
+    command.add_argument(
+        "--capacity", type=byte_size, metavar="B", help="most bytes of experts that may stay in memory"
+    )
+    command.add_argument("--headroom", type=byte_size, default=0, metavar="B", help="memory allowed beyond (default 0)")
+    command.add_argument(
+        "--machine-bytes",
+        type=byte_size,
+        metavar="B",
+        help="with balloon: a memory cgroup of this size stands for the machine, and the balloon locks inside it",
+    )
+    command.add_argument("--allow-thrash", action="store_true", help="measure a capacity below the reads in flight")
+    command.add_argument(
+        "--fadvise", choices=FADVICES, default="random", help="random (default): no readahead; normal: the kernel's"
+    )
+    command.add_argument(
+        "--device",
+        choices=DESTINATIONS,
+        default="cpu",
+        help="read into torch tensors (default), pinned ones copied to the GPU, or plain memory without torch",
+    )
+    command.add_argument("--threads", type=count, default=8, metavar="N", help="demand threads (default 8)")
+    command.add_argument("--steps", type=steps, default=(None, None), metavar="A:B", help="steps to replay, half-open")
+    command.add_argument("--cold", action="store_true", help="measure the first pass: no warm-up pass before it")
+    command.add_argument(
+        "--observe", choices=OBSERVATIONS, default="every", help="ask for residency before each read (default every)"
+    )
+    command.add_argument("--verify", action="store_true", help="check all content read, not first and last pages only")
+    command.add_argument("--repeat", type=count, default=1, metavar="N", help="run so many times (default 1)")
+    command.add_argument("--data", type=Path, metavar="DIR", help="append the runs to the results of this data folder")
+    command.add_argument("--json", action="store_true", help="print one JSON document")
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    command.set_defaults(run=_replay)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    if not 1 <= arguments.threads <= _MAX_THREADS:
+        raise UnusableReplay(f"--threads {arguments.threads}, wanted 1 to {_MAX_THREADS}")
+    if not 1 <= arguments.repeat <= _MAX_REPEAT:
+        raise UnusableReplay(f"--repeat {arguments.repeat}, wanted 1 to {_MAX_REPEAT}")
+    request = Request(
+        owner=arguments.owner,
+        mechanism=arguments.mechanism,
+        capacity_bytes=arguments.capacity,
+        headroom_bytes=arguments.headroom,
+        outer_group_bytes=arguments.machine_bytes,
+        fadvise=arguments.fadvise,
+        destination=arguments.device,
+        threads=arguments.threads,
+        observe=arguments.observe,
+        verify="all" if arguments.verify else "edges",
+        warm_pass=not arguments.cold,
+        steps=arguments.steps,
+        allow_thrash=arguments.allow_thrash,
+    )
+    trace, pool = read_trace(arguments.trace), read_pool(arguments.pool)
+    documents = []
+    valid = True
+    for repeat in range(arguments.repeat):
+        result = replay(trace, pool, request, repeat=repeat, progress=_progress if sys.stderr.isatty() else None)
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr)
+        if arguments.data is not None:
+            write_run(DataFolder(arguments.data), result)
+        documents.append({**result.run, "proofs": result.proofs})
+        if not arguments.json:
+            _print_run(result)
+        valid &= bool(result.run["bytes_valid"])
+        if result.run["status"] != "complete":
+            print(f"replayer: {result.run['failure']}", file=sys.stderr)
+            break
+    if arguments.json:
+        print(json.dumps(documents[0] if arguments.repeat == 1 else documents))
+    return 0 if valid else 1
+
+
+def _progress(what: str, done: int, total: int) -> None:
+    print(f"\r\033[K{what}: {done:,} of {total:,} events", end="", file=sys.stderr, flush=True)
+
+
+def write_run(data: DataFolder, result: Run) -> None:
+    """Appends a run to the results: its rows first, the row that says the run exists last.
+
+    Raises:
+        ContractViolation: a row does not keep its table's contract. OSError: it cannot be written.
+    """
+    # Half a second of import that a replay without --data does not need.
+    from schemas.validation import validate_table
+
+    trace_id, run_id = result.run["trace_id"], result.run["run_id"]
+    parts = [
+        ("pool", result.pool["pool_id"], "part", [result.pool]),
+        ("machine", result.machine["machine_id"], "part", [result.machine]),
+        ("replay_step", trace_id, run_id, result.steps),
+        ("replay_layer", trace_id, run_id, result.layers),
+        ("replay_proof", trace_id, run_id, result.proofs),
+        ("replay_run", trace_id, run_id, [result.run]),
+    ]
+    frames = {name: validate_table(TABLES[name].frame(rows), TABLES[name]) for name, _, _, rows in parts}
+    for name, folder, stem, _ in parts:
+        _write(data.results / name / folder / f"{stem}.parquet", frames[name])
+
+
+def _write(target: Path, frame: pl.DataFrame) -> None:
+    with publish(target) as temporary:
+        pq.write_table(frame.to_arrow(), temporary, compression="zstd")
+
+
+def _print_run(result: Run) -> None:
+    run = result.run
+    capacity = "no limit" if run["capacity_bytes"] is None else f"capacity {format_bytes(run['capacity_bytes'])}"
+    limited = run["mechanism_detail"] or run["mechanism"]
+    print(
+        f"{run['run_id']}: {run['owner']}, {limited}, {capacity}, steps {run['step_begin']}:{run['step_end']}, "
+        f"{'warm pass first' if run['warm_pass'] else 'cold'}, {run['status']}"
+    )
+    for label, name in (
+        ("demand", "demand_bytes"), ("device, measured", "device_bytes"), ("missing before reads", "missing_bytes"),
+        ("LRU misses at capacity, simulated", "nominal_miss_bytes"),
+        ("LRU misses at residency, simulated", "resident_miss_bytes"),
+        ("resident, median of steps", "resident_median_bytes"), ("own memory", "own_anonymous_bytes"),
+    ):  # fmt: skip
+        if run[name] is not None:
+            print(f"  {label:<36} {format_bytes(run[name]):>12}")
+    if run["stall_median_ns"] is not None:
+        print(
+            f"  stall of an event: median {run['stall_median_ns'] / 1e6:.2f} ms, p99 {run['stall_p99_ns'] / 1e6:.2f} ms"
+        )
+    held = sum(proof["held"] is True for proof in result.proofs)
+    print(
+        f"  proofs: {held} of {len(result.proofs)} held; bytes {_verdict(run, 'bytes')}; times {_verdict(run, 'time')}"
+    )
+    for proof in result.proofs:
+        if proof["held"] is None:
+            print(f"    not made: {proof['name']} ({proof['found']})")
+
+
+def _verdict(run: dict[str, Any], kind: str) -> str:
+    return "valid" if run[f"{kind}_valid"] else f"NOT valid: {run[f'{kind}_reasons']}"
