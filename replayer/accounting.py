@@ -51,6 +51,7 @@ class Request:
     warm_pass: bool = True
     steps: tuple[int | None, int | None] = (None, None)
     allow_thrash: bool = False
+    allow_unsuitable: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Recording:
     pool_files_before: list[tuple[int, int, int]] = field(default_factory=list)
     pool_files_after: list[tuple[int, int, int]] = field(default_factory=list)
     group_oom_kills: int | None = None
-    group_peak_bytes: int | None = None
+    unsuitable_storage: str | None = None
 
     @property
     def num_steps(self) -> int:
@@ -163,7 +164,8 @@ class Recording:
             totals.append(device_bytes_of(texts, self.request.threads))
         if last is None or any(total is None for total in totals):
             return None
-        return np.diff(np.array([last, *totals], dtype=np.int64))
+        counted = np.array([last, *totals], dtype=np.int64)
+        return counted[1:] - counted[:-1]
 
     @cached_property
     def stalls_ns(self) -> IntArray:
@@ -258,8 +260,10 @@ def account(recording: Recording) -> tuple[dict[str, Any], list[dict[str, Any]],
         "cold_resident_bytes": None if recording.cold is None else recording.cold["resident_bytes"],
         "warm_device_bytes": _warm_device_bytes(recording),
     }
-    nominal = None if request.capacity_bytes is None else simulated_lru_hits(recording, request.capacity_bytes)
-    run["nominal_miss_bytes"] = None if nominal is None else int(sizes[~nominal].sum())
+    run["nominal_miss_bytes"] = None
+    # A part of a run has no counterpart in the simulation of the whole.
+    if request.capacity_bytes is not None and recording.status == "complete":
+        run["nominal_miss_bytes"] = int(sizes[~simulated_lru_hits(recording, request.capacity_bytes)].sum())
     run.update(dict.fromkeys(_MEASURED))
     if not recording.measured:
         return run, [], []
@@ -269,17 +273,14 @@ def account(recording: Recording) -> tuple[dict[str, Any], list[dict[str, Any]],
     hits = None
     if not reads_directly(request.owner) and run["resident_median_bytes"] is not None:
         hits = simulated_lru_hits(recording, run["resident_median_bytes"])
-        run["resident_miss_bytes"] = int(sizes[~hits].sum())
+        if recording.status == "complete":
+            run["resident_miss_bytes"] = int(sizes[~hits].sum())
     run.update(_counted(recording))
     run.update(_timed(recording))
-    if recording.status == "complete":
-        for kind in ("nominal", "resident"):
-            base = run[f"{kind}_miss_bytes"]
-            # A part of a run has no counterpart in the simulation of the whole.
-            if base and run["device_bytes"] is not None:
-                run[f"amplification_{kind}"] = run["device_bytes"] / base
-    else:
-        run["nominal_miss_bytes"] = run["resident_miss_bytes"] = None
+    for kind in ("nominal", "resident"):
+        base = run[f"{kind}_miss_bytes"]
+        if base and run["device_bytes"] is not None:
+            run[f"amplification_{kind}"] = run["device_bytes"] / base
     return run, _step_rows(recording, sizes, hits), _layer_rows(recording, sizes, hits)
 
 

@@ -216,6 +216,10 @@ def _lines(text: bytes | None) -> list[bytes]:
     return text.split(b"\0", 1)[0].split(b"\n")[:-1]
 
 
+def _name(word: bytes) -> str:
+    return word.decode(errors="replace")
+
+
 def _number(word: bytes) -> int | None:
     return int(word) if word.isdigit() else None
 
@@ -230,7 +234,7 @@ def parse_flat(text: bytes | None) -> dict[str, int] | None:
         name, _, value = line.partition(b" ")
         number = _number(value.strip())
         if number is not None:
-            found[name.decode()] = number
+            found[_name(name)] = number
     return found or None
 
 
@@ -244,7 +248,7 @@ def parse_io(text: bytes | None) -> dict[str, int] | None:
         name, _, value = line.partition(b":")
         number = _number(value.strip())
         if number is not None:
-            found[name.decode()] = number
+            found[_name(name)] = number
     return found or None
 
 
@@ -254,7 +258,7 @@ def _kilobytes(text: bytes | None) -> dict[str, int] | None:
         name, _, value = line.partition(b":")
         words = value.split()
         if len(words) == 2 and words[1] == b"kB" and words[0].isdigit():
-            found[name.decode()] = int(words[0]) * 1024
+            found[_name(name)] = int(words[0]) * 1024
     return found or None
 
 
@@ -304,12 +308,14 @@ def parse_thread_stat(text: bytes | None) -> ThreadStat | None:
     head, _, tail = b"\n".join(lines).rpartition(b") ")
     pid, _, name = head.partition(b" (")
     words = tail.split()
-    if not pid.isdigit() or len(words) < 20:
+    if len(words) < 20 or not all(
+        word.isdigit() for word in (pid, words[7], words[9], words[11], words[12], words[19])
+    ):
         return None
     return ThreadStat(
         pid=int(pid),
-        name=name.decode(errors="replace"),
-        state=words[0].decode(),
+        name=_name(name),
+        state=_name(words[0]),
         minor_faults=int(words[7]),
         major_faults=int(words[9]),
         user_ns=int(words[11]) * _NS_PER_TICK,
@@ -413,5 +419,5 @@ def parse_group_io(text: bytes | None) -> dict[str, int] | None:
             if word.startswith(b"rbytes="):
                 number = _number(word.removeprefix(b"rbytes="))
         if number is not None:
-            found[device.decode()] = number
+            found[_name(device)] = number
     return found or None

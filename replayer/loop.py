@@ -26,6 +26,9 @@ NOT_REACHED = -(2**31)
 NOT_OBSERVED = -1
 """`missing_pages` of an access whose residency was not asked for."""
 
+UNCOUNTED = -(2**50)
+"""Makes `resident_pages` of a step negative where the kernel did not say."""
+
 SCRATCH_BYTES = 65536
 BARRIER_BYTES = 128
 """More than a pthread_barrier_t takes with glibc (32) or musl (32) on any 64-bit machine."""
@@ -38,12 +41,12 @@ STOP, QUIT_EVEN, QUIT_ODD, EVENTS_DONE, FAILED_ACCESS = range(5)
 _EINTR, _EINVAL = errno.EINTR, errno.EINVAL
 _CACHESTAT = 451  # the same number on every architecture
 
-_c_pread = types.ExternalFunction("pread", types.int64(types.int32, types.int64, types.int64, types.int64))
-_c_clock = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
-_c_errno = types.ExternalFunction("__errno_location", types.int64())
-_c_syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 5))
-_c_mincore = types.ExternalFunction("mincore", types.int32(types.int64, types.int64, types.int64))
-_c_barrier_wait = types.ExternalFunction("pthread_barrier_wait", types.int32(types.int64))
+_c_pread: Any = types.ExternalFunction("pread", types.int64(types.int32, types.int64, types.int64, types.int64))
+_c_clock: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+_c_errno: Any = types.ExternalFunction("__errno_location", types.int64())
+_c_syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 5))
+_c_mincore: Any = types.ExternalFunction("mincore", types.int32(types.int64, types.int64, types.int64))
+_c_barrier_wait: Any = types.ExternalFunction("pthread_barrier_wait", types.int32(types.int64))
 
 
 class Schedule(NamedTuple):
@@ -149,8 +152,7 @@ class Counters(NamedTuple):
     first_byte: npt.NDArray[np.int64]
 
 
-@intrinsic
-def _add(typingctx: Any, address: Any, value: Any) -> Any:
+def _type_add(typingctx: Any, address: Any, value: Any) -> Any:
     """Atomic fetch-and-add of the int64 at `address`; the value before."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -160,8 +162,7 @@ def _add(typingctx: Any, address: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
-@intrinsic
-def _load(typingctx: Any, address: Any) -> Any:
+def _type_load(typingctx: Any, address: Any) -> Any:
     """Atomic load of the int64 at `address`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -171,8 +172,7 @@ def _load(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), generate
 
 
-@intrinsic
-def _load32(typingctx: Any, address: Any) -> Any:
+def _type_load32(typingctx: Any, address: Any) -> Any:
     """The int32 at `address`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -182,8 +182,7 @@ def _load32(typingctx: Any, address: Any) -> Any:
     return types.int32(types.int64), generate
 
 
-@intrinsic
-def _call_copy(typingctx: Any, function: Any, target: Any, source: Any, size: Any, kind: Any, stream: Any) -> Any:
+def _type_call_copy(typingctx: Any, function: Any, target: Any, source: Any, size: Any, kind: Any, stream: Any) -> Any:
     """Calls int function(void *target, const void *source, size_t size, int kind, void *stream)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -195,8 +194,7 @@ def _call_copy(typingctx: Any, function: Any, target: Any, source: Any, size: An
     return types.int32(word, word, word, word, types.int32, word), generate
 
 
-@intrinsic
-def _call_synchronize(typingctx: Any, function: Any, stream: Any) -> Any:
+def _type_call_synchronize(typingctx: Any, function: Any, stream: Any) -> Any:
     """Calls int function(void *stream)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -204,6 +202,14 @@ def _call_synchronize(typingctx: Any, function: Any, stream: Any) -> Any:
         return builder.call(builder.inttoptr(arguments[0], called), arguments[1:])
 
     return types.int32(types.int64, types.int64), generate
+
+
+# Called in compiled code with values where the definitions name types.
+_add: Any = intrinsic(_type_add)
+_load: Any = intrinsic(_type_load)
+_load32: Any = intrinsic(_type_load32)
+_call_copy: Any = intrinsic(_type_call_copy)
+_call_synchronize: Any = intrinsic(_type_call_synchronize)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -237,10 +243,10 @@ def _cached(fd, offset, length, map_address, residency, page_bytes, scratch, vec
 
 
 @numba.njit(cache=True, nogil=True)
-def resident_pages(extents, residency, page_bytes, scratch, vector):  # type: ignore[no-untyped-def]
-    """Resident pages of all files of the pool, or a negative errno."""
+def resident_pages(extents, first, stride, residency, page_bytes, scratch, vector):  # type: ignore[no-untyped-def]
+    """Resident pages of files `first`, `first` + `stride`, … of the pool, or a negative errno."""
     total = np.int64(0)
-    for file in range(len(extents.file_fd)):
+    for file in range(first, len(extents.file_fd), stride):
         if extents.file_bytes[file] == 0:
             continue
         found = _cached(
@@ -396,11 +402,8 @@ def _access(thread, event, access, turn, schedule, extents, results, setting, de
 
 
 @numba.njit(cache=True, nogil=True)
-def _check_step(step, extents, results, setting, destinations, counters, clock):  # type: ignore[no-untyped-def]
-    """Notes residency and the text of the counter files after a step; thread 0, while the others wait."""
-    results.resident_pages[step] = resident_pages(
-        extents, setting.residency, setting.page_bytes, destinations.scratch[0], destinations.vector[0]
-    )
+def _note_counters(step, results, counters):  # type: ignore[no-untyped-def]
+    """Keeps the text of the counter files after a step; thread 0, while the others wait."""
     row = results.counter_text[step]
     for counter in range(len(counters.fd)):
         place = counters.first_byte[counter]
@@ -431,9 +434,12 @@ def work(thread, schedule, extents, results, setting, destinations, counters):  
                 results.control[STOP] = 1
             turn += 1
         return
-    for step in range(len(schedule.step_first_event) - 1):
-        if thread == 0 and step == 0:
+    if len(schedule.step_first_event) > 1:
+        if thread == 0:
             results.step_begin_ns[0] = _now_ns(clock)
+        # Nobody reads before the first step has begun.
+        _c_barrier_wait(setting.barrier)
+    for step in range(len(schedule.step_first_event) - 1):
         for event in range(schedule.step_first_event[step], schedule.step_first_event[step + 1]):
             turn = 0
             while True:
@@ -460,7 +466,15 @@ def work(thread, schedule, extents, results, setting, destinations, counters):  
                 return
         if thread == 0:
             results.step_end_ns[step] = _now_ns(clock)
-            _check_step(step, extents, results, setting, destinations, counters, clock)
+        # All threads count, each its share of the files: a large pool has millions of pages.
+        pages = resident_pages(
+            extents, thread, len(results.digest), setting.residency, setting.page_bytes,
+            destinations.scratch[thread], destinations.vector[thread],
+        )  # fmt: skip
+        _add(results.resident_pages.ctypes.data + 8 * step, pages if pages >= 0 else np.int64(UNCOUNTED))
+        _c_barrier_wait(setting.barrier)
+        if thread == 0:
+            _note_counters(step, results, counters)
             now = _now_ns(clock)
             results.check_end_ns[step] = now
             if step + 1 < len(results.step_begin_ns):
@@ -481,3 +495,29 @@ class Barrier:
     @property
     def address(self) -> int:
         return int(self._memory.ctypes.data)
+
+
+def compile_ahead() -> None:
+    """Compiles the loop, or finds it compiled, in this process: its memory is not charged to a limited one then."""
+    longs, ints, bytes_ = np.zeros(8, dtype=np.int64), np.zeros(1, dtype=np.int32), np.zeros((1, 64), dtype=np.uint8)
+    words, page_bytes = np.zeros(1, dtype=np.uint64), 4096
+    schedule = Schedule(step_first_event=longs[:1], event_first_access=longs, event_id=longs, objects=ints)
+    extents = Extents(
+        object_first_extent=longs, fd=ints, offset=longs, length=longs, skip=longs, wanted=longs, slot_offset=longs,
+        first_word=longs, map_address=longs, layer_id=longs, expert_id=longs, key=words, file_fd=ints[:0],
+        file_bytes=longs[:0], file_map_address=longs[:0],
+    )  # fmt: skip
+    results = Results(
+        begin_ns=longs, end_ns=longs, returned=longs, missing_pages=ints, step_begin_ns=longs, step_end_ns=longs,
+        check_end_ns=longs, resident_pages=longs, digest=words, wrong=longs, checked_words=longs, observe_ns=longs,
+        verify_ns=longs, counter_text=bytes_, counter_length=ints.reshape(1, 1), ticket=longs, control=longs,
+    )  # fmt: skip
+    setting = Setting(
+        barrier=1, page_bytes=page_bytes, residency=RESIDENCY_NONE, observe_every=0, verify=VERIFY_NONE, copy=0,
+        synchronize=0,
+    )  # fmt: skip
+    destinations = Destinations(
+        slots=bytes_.reshape(1, 1, 64), scratch=bytes_, vector=bytes_, device_address=longs, stream=longs
+    )
+    work(0, schedule, extents, results, setting, destinations, Counters(fd=ints, first_byte=longs))
+    resident_pages(extents, 0, 1, RESIDENCY_NONE, page_bytes, bytes_[0], bytes_[0])

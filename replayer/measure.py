@@ -6,6 +6,7 @@ nothing that it does not need, because all of it lies inside the limit. It judge
 """
 
 import json
+import mmap
 import os
 import signal
 import sys
@@ -34,7 +35,8 @@ class Measurement:
         threads = int(spec["threads"])
         self.files = open_files(Path(spec["folder"]), spec["files"], spec["owner"], spec["fadvise"])
         sizes = self.arrays["file_bytes"]
-        self.mappings, map_addresses = [], [0] * len(self.files)
+        self.mappings: list[mmap.mmap] = []
+        map_addresses = [0] * len(self.files)
         if spec["residency"] == loop.RESIDENCY_MINCORE:
             self.mappings, map_addresses = map_files(self.files, sizes.tolist())
         of_file = self.arrays["extent_file"]
@@ -69,7 +71,7 @@ class Measurement:
         self.barrier = loop.Barrier(threads)
         self.gate = threading.Barrier(threads + 1)
         self.passes = 2 if spec["warm_pass"] else 1
-        self._compile(threads)
+        self._compile()
         self.threads = [threading.Thread(target=self._thread, args=(number,), daemon=True) for number in range(threads)]
         for thread in self.threads:
             thread.start()
@@ -99,14 +101,21 @@ class Measurement:
             synchronize=self.region.synchronize,
         )
 
-    def _compile(self, threads: int) -> None:
+    def _compile(self) -> None:
         """One call on no step at all: compiles, or loads what was compiled, before anybody waits for it."""
         nothing = self.schedule._replace(step_first_event=np.zeros(1, dtype=np.int64))
-        assert threads >= 1, "a pass has a first thread"
         loop.work(0, nothing, self.extents, self.results, self._setting(), self.destinations, self.counters)
         self.resident_bytes()
 
     def _thread(self, number: int) -> None:
+        try:
+            self._demand(number)
+        except BaseException as error:
+            # The other threads would wait for this one for ever.
+            print(f"demand thread {number}: {error!r}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _demand(self, number: int) -> None:
         self.gate.wait()
         setting = self._setting()
         for _ in range(self.passes):
@@ -125,6 +134,8 @@ class Measurement:
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         pages = loop.resident_pages(
             self.extents,
+            0,
+            1,
             int(self.spec["residency"]),
             page_bytes,
             self.destinations.scratch[0],

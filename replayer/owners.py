@@ -5,6 +5,7 @@ All owners are fed by the same loop, buffers and pool; only what is said here di
 
 import mmap
 import os
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 _SLOT_ALIGNMENT_BYTES = 65536
 """Of a slot and of each extent in it: a multiple of every page size and of what O_DIRECT asks for."""
+
+_OTHER_DESCRIPTORS = 256
+"""Counter files, libraries, pipes."""
 
 
 class ReadPathRefused(RuntimeError):
@@ -77,8 +81,9 @@ def open_files(folder: Path, files: Sequence[str], owner: str, fadvise: str) -> 
     """One descriptor per file, read-only, as the owner reads it.
 
     Raises:
-        ReadPathRefused: no O_DIRECT here. OSError: a file cannot be opened.
+        ReadPathRefused: no O_DIRECT here, or too few descriptors. OSError: a file cannot be opened.
     """
+    _allow_descriptors(len(files) + _OTHER_DESCRIPTORS)
     flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if reads_directly(owner) else 0)
     descriptors = []
     for name in files:
@@ -95,6 +100,18 @@ def open_files(folder: Path, files: Sequence[str], owner: str, fadvise: str) -> 
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         descriptors.append(descriptor)
     return descriptors
+
+
+def _allow_descriptors(wanted: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ReadPathRefused(
+            f"{wanted:,} open files needed, at most {hard:,} are allowed here (ulimit -Hn); raise the limit, or build "
+            "the pool with --layout per-layer or stacked"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def map_files(descriptors: Sequence[int], sizes: Sequence[int]) -> tuple[list[mmap.mmap], list[int]]:

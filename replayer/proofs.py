@@ -46,7 +46,12 @@ class Proof:
 
 def prove(recording: Recording, run: dict[str, Any]) -> list[Proof]:
     """Every proof of one run; `run` holds the columns that `accounting.account` counted."""
-    proofs = [_pool_absent(recording), *_machine_unchanged(recording), _pool_unchanged(recording)]
+    proofs = [
+        _on_a_device(recording),
+        _pool_absent(recording),
+        _machine_unchanged(recording),
+        _pool_unchanged(recording),
+    ]
     if recording.measured:
         for make in _OF_MEASURED:
             proofs.extend(make(recording, run))
@@ -87,11 +92,16 @@ def _pool_absent(recording: Recording) -> Proof:
     return Proof(name, "bytes", expected, f"{resident_bytes:,} bytes", held=resident_bytes == 0)
 
 
-def _machine_unchanged(recording: Recording) -> Iterator[Proof]:
+def _on_a_device(recording: Recording) -> Proof:
+    found = recording.unsuitable_storage
+    return Proof("pool on a device", "bytes", "a local disk", found or "a local disk", held=found is None)
+
+
+def _machine_unchanged(recording: Recording) -> Proof:
     before, after = recording.machine_before, recording.machine_after
     changed = [name for name in before if name != "machine_id" and before[name] != after.get(name)]
     found = "; ".join(f"{name} {before[name]} became {after.get(name)}" for name in changed)
-    yield Proof(
+    return Proof(
         "machine state unchanged",
         "bytes",
         str(before.get("machine_id")),
@@ -307,7 +317,7 @@ def _within_wall(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
         f"at most {format_bytes(room)} at the end of each step",
         f"at most {format_bytes(most)}, {above:,} of {len(steps):,} steps above",
         f"{format_bytes(slack)}",
-        held=above == 0,
+        held=above == 0 and int(steps.min()) >= 0,
     )
 
 

@@ -6,6 +6,7 @@ one left in the arena they share, also when it was interrupted or killed. The lo
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -31,9 +33,9 @@ from replayer.accounting import Limits, Recording, Request, account
 from replayer.arena import Arena
 from replayer.capacity import Balloon, Group, find_memory_controller, launch_in, memory_group, remove_leftovers
 from replayer.content import expert_key
-from replayer.machine import Storage, machine_row, storage_of
+from replayer.machine import Storage, direct_io_alignment, machine_row, storage_of
 from replayer.owners import plan_reads, reads_directly
-from replayer.pool import Pool, check_against_trace
+from replayer.pool import Pool, UnsuitableStorage, check_against_trace
 from replayer.proofs import Proof, prove, selected_events, verdicts
 from replayer.simulate import Window, prepare
 from replayer.trace import Trace
@@ -48,6 +50,7 @@ BALLOON_PROCESS_BYTES = 12 << 20
 """What the balloon's own interpreter takes beside the locked region, where it shares the reader's machine."""
 
 _GRACE_S = 0.6
+_POLL_S = 0.2
 _STEP_COUNTERS = (
     ("io", "/proc/self/io", 512),
     ("cgroup", "/proc/self/cgroup", 8192),
@@ -82,7 +85,9 @@ class Run:
     machine: dict[str, Any]
 
 
-def replay(trace: Trace, pool: Pool, request: Request, *, repeat: int = 0, progress: Progress | None = None) -> Run:
+def replay(
+    trace: Trace, pool: Pool, request: Request, *, repeat: int = 0, wait_s: float = 0, progress: Progress | None = None
+) -> Run:
     """Replays `trace` against `pool` once; call from the main thread.
 
     A run that could be started always comes back as a row, whatever came of it; an interrupt (KeyboardInterrupt or
@@ -90,6 +95,7 @@ def replay(trace: Trace, pool: Pool, request: Request, *, repeat: int = 0, progr
 
     Raises:
         UnusableReplay, PoolMismatch: trace, pool and request do not go together; nothing was started.
+        UnsuitableStorage: the pool is not on a device.
         NotEnforceable: this machine cannot limit memory so. ReplayBusy: another replay is going on.
         OSError: a file of the pool cannot be opened.
     """
@@ -98,15 +104,22 @@ def replay(trace: Trace, pool: Pool, request: Request, *, repeat: int = 0, progr
     run_id = f"{started_at:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
     recording = _plan(trace, pool, request)
     _check_room(recording)
-    with _alone(pool), _terminate_as_interrupt():
+    with _alone(pool, wait_s), _terminate_as_interrupt():
         remove_leftovers()
         storage = storage_of(pool.folder)
+        recording.unsuitable_storage = None if storage.suitable else storage.reason
+        if not storage.suitable and not request.allow_unsuitable:
+            raise UnsuitableStorage(
+                f"{pool.folder}: a pool on {storage.filesystem} proves nothing: {storage.reason}; put it on a local "
+                "disk, or add --allow-unsuitable to have the run made and marked"
+            )
+        loop.compile_ahead()
         with _arena_of(recording) as arena:
             recording.arrays = arena.arrays
             _record(recording, arena, storage, progress)
             # Files and machine are looked at again at once, while nothing of ours runs any more.
             recording.pool_files_after = _pool_files(pool)
-            recording.machine_after = machine_row(storage)
+            recording.machine_after = machine_row(storage_of(pool.folder))
             counted, steps, layers = account(recording)
             proofs = prove(recording, counted)
     return _rows(recording, run_id, started_at, repeat, counted, steps, layers, proofs)
@@ -146,9 +159,7 @@ def _plan(trace: Trace, pool: Pool, request: Request) -> Recording:
 
 def _direct_alignment_bytes(pool: Pool) -> int:
     """What O_DIRECT asks for on the pool's file system; a page where it does not say."""
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    block_bytes = storage_of(pool.folder).logical_block_bytes
-    return max(block_bytes or page_bytes, 512)
+    return direct_io_alignment(pool.folder / pool.files[0]) or os.sysconf("SC_PAGE_SIZE")
 
 
 def _check_room(recording: Recording) -> None:
@@ -168,26 +179,38 @@ def _check_room(recording: Recording) -> None:
 
 
 @contextlib.contextmanager
-def _alone(pool: Pool) -> Iterator[None]:
-    """Holds the machine's and the pool's lock: two replays would measure each other."""
+def _alone(pool: Pool, wait_s: float) -> Iterator[None]:
+    """Holds the machine's and the pool's lock, waiting so long for them: two replays would measure each other."""
+    deadline = time.monotonic() + wait_s
+    descriptor = os.open(pool.folder, os.O_RDONLY | os.O_CLOEXEC)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as machine:
         try:
-            machine.bind(_MACHINE_LOCK)
-        except OSError:
-            raise ReplayBusy(
-                "another replay runs on this machine, and two would measure each other; wait until it has ended"
-            ) from None
-        descriptor = os.open(pool.folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ReplayBusy(
-                    f"{pool.folder}: somebody builds or replays this pool; wait until it has ended"
-                ) from None
+            # A name without a file: it is free again when its holder dies, however.
+            _take(
+                lambda: machine.bind(_MACHINE_LOCK),
+                deadline,
+                "another replay runs on this machine, and two would measure each other; try again later, or add --wait",
+            )
+            _take(
+                lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB),
+                deadline,
+                f"{pool.folder}: somebody builds or replays this pool; try again later, or add --wait",
+            )
             yield
         finally:
             os.close(descriptor)
+
+
+def _take(lock: Callable[[], None], deadline: float, refusal: str) -> None:
+    while True:
+        try:
+            return lock()
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EWOULDBLOCK):
+                raise
+            if time.monotonic() >= deadline:
+                raise ReplayBusy(refusal) from None
+        time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager
@@ -283,8 +306,8 @@ def _record(recording: Recording, arena: Arena, storage: Storage, progress: Prog
         group = outer = None
         if request.mechanism == "cgroup" or request.outer_group_bytes is not None:
             controller = find_memory_controller()
-            purpose = "wall" if request.mechanism == "cgroup" else "machine"
-            group = stack.enter_context(memory_group(controller, purpose))
+            walled = request.mechanism == "cgroup"
+            group = stack.enter_context(memory_group(controller, "wall" if walled else "machine"))
             if request.outer_group_bytes is not None:
                 outer = group
                 outer.set_limit_bytes(request.outer_group_bytes)
@@ -311,7 +334,7 @@ def _record(recording: Recording, arena: Arena, storage: Storage, progress: Prog
         except _Ended as ended:
             recording.status, recording.failure = ended.status, ended.message
         if group is not None:
-            recording.group_oom_kills, recording.group_peak_bytes = group.oom_kills(), group.peak_bytes()
+            recording.group_oom_kills = group.oom_kills()
 
 
 def _drop(pool: Pool) -> None:
@@ -321,8 +344,9 @@ def _drop(pool: Pool) -> None:
 
 def _note_own_memory(recording: Recording, ready: dict[str, Any], group: Group | None) -> None:
     status = counters.parse_status(ready["status"].encode()) or {}
-    known = [size for size in (status.get("RssAnon"), group and group.anonymous_bytes()) if size is not None]
-    recording.own_anonymous_bytes = max(known, default=None)
+    counted = None if group is None else group.anonymous_bytes()
+    known = [size for size in (status.get("RssAnon"), counted) if size is not None]
+    recording.own_anonymous_bytes = max(known) if known else None
     recording.own_kernel_bytes = None if group is None else group.kernel_bytes()
 
 
@@ -494,7 +518,7 @@ class _Child:
         assert self.process.stdout is not None, "stdout is a pipe"
         control = self.arena.arrays["control"]
         while b"\n" not in self._said:
-            if not select.select([self.process.stdout], [], [], 0.2)[0]:
+            if not select.select([self.process.stdout], [], [], _POLL_S)[0]:
                 if progress is not None and what:
                     progress(what, int(control[loop.EVENTS_DONE]), self.recording.walk.num_events)
                 continue
@@ -516,13 +540,12 @@ class _Child:
         return report
 
     def stop(self) -> None:
-        """Ends the process: the loop at its next event, whatever else after a moment."""
+        """Ends the process: the loop at its next event, whatever else at once."""
         self.arena.arrays["control"][loop.STOP] = 1
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            if self.process.stdin is not None:
-                self.process.stdin.close()
-            self.process.wait(_GRACE_S)
-            return
+        # Before the first read there is nothing to bring home, and imports do not look at the flag.
+        if self.recording.cold is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_GRACE_S)
         self.process.kill()
         self.process.wait()
 

@@ -56,6 +56,7 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="with balloon: a memory cgroup of this size stands for the machine, and the balloon locks inside it",
     )
     command.add_argument("--allow-thrash", action="store_true", help="measure a capacity below the reads in flight")
+    command.add_argument("--allow-unsuitable", action="store_true", help="measure, and mark, a pool that is on no disk")
     command.add_argument(
         "--fadvise", choices=FADVICES, default="random", help="random (default): no readahead; normal: the kernel's"
     )
@@ -73,6 +74,7 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
     command.add_argument("--verify", action="store_true", help="check all content read, not first and last pages only")
     command.add_argument("--repeat", type=count, default=1, metavar="N", help="run so many times (default 1)")
+    command.add_argument("--wait", type=count, default=0, metavar="S", help="seconds to wait for another replay to end")
     command.add_argument("--data", type=Path, metavar="DIR", help="append the runs to the results of this data folder")
     command.add_argument("--json", action="store_true", help="print one JSON document")
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -98,12 +100,20 @@ def _replay(arguments: argparse.Namespace) -> int:
         warm_pass=not arguments.cold,
         steps=arguments.steps,
         allow_thrash=arguments.allow_thrash,
+        allow_unsuitable=arguments.allow_unsuitable,
     )
     trace, pool = read_trace(arguments.trace), read_pool(arguments.pool)
     documents = []
     valid = True
     for repeat in range(arguments.repeat):
-        result = replay(trace, pool, request, repeat=repeat, progress=_progress if sys.stderr.isatty() else None)
+        result = replay(
+            trace,
+            pool,
+            request,
+            repeat=repeat,
+            wait_s=arguments.wait,
+            progress=_progress if sys.stderr.isatty() else None,
+        )
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr)
         if arguments.data is not None:
