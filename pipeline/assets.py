@@ -10,10 +10,17 @@ from typing import Any
 
 import dagster as dg
 import polars as pl
+from pydantic import Field
 
 from pipeline import report as report_module
 from pipeline.canonical import PARSER_VERSION
-from pipeline.checks import SCHEMA_CHECK, schema_check_result, schema_check_specs
+from pipeline.checks import (
+    SCHEMA_CHECK,
+    proofs_check_result,
+    proofs_check_spec,
+    schema_check_result,
+    schema_check_specs,
+)
 from pipeline.dumps.blocks import MalformedDump
 from pipeline.hit_rates import hit_rate as simulate_hit_rate
 from pipeline.hit_rates import miss_ratio_curve as simulate_miss_ratio_curve
@@ -22,11 +29,13 @@ from pipeline.locality import OVERLAP_TOP_EXPERTS
 from pipeline.locality import domain_overlap as measure_domain_overlap
 from pipeline.locality import trace_locality as measure_trace_locality
 from pipeline.lookahead import lookahead_recall as measure_lookahead_recall
+from pipeline.replays import AUTOMATIC, Conditions, pool_of, replay_all, usable_mechanism
 from pipeline.results import check_rows, trace_inputs, trace_row, write_result
+from replayer.quantities import format_bytes
 from replayer.trace import Trace, read_trace, trace_parts
 from schemas.columns import COLUMNS
 from schemas.files import ENVIRONMENT_VARIABLE, DataFolder
-from schemas.tables import TABLES
+from schemas.tables import REPLAY_TABLES, TABLES
 from schemas.trace import TraceMetadata, arrow_schema
 from schemas.validation import ContractViolation, validate_trace
 from warehouse.build import build_warehouse
@@ -157,15 +166,12 @@ def _written(
     if not result.passed:
         raise dg.Failure(description=str(result.metadata["failures"].value), allow_retries=False)
     file = write_result(folder, table, partition, frame, inputs)
-    columns = [dg.TableColumn(column.name, str(column.dtype), column.description) for column in table.columns]
-    yield dg.MaterializeResult(
-        metadata={
-            "dagster/row_count": frame.height,
-            "dagster/column_schema": dg.TableSchema(columns),
-            "bytes": file.stat().st_size,
-            **show(frame),
-        }
-    )
+    yield dg.MaterializeResult(metadata={**_frame_metadata(name, frame), "bytes": file.stat().st_size, **show(frame)})
+
+
+def _frame_metadata(name: str, frame: pl.DataFrame) -> dict[str, Any]:
+    columns = [dg.TableColumn(column.name, str(column.dtype), column.description) for column in TABLES[name].columns]
+    return {"dagster/row_count": frame.height, "dagster/column_schema": dg.TableSchema(columns)}
 
 
 def _picture(png: bytes) -> dg.MarkdownMetadataValue:
@@ -257,8 +263,106 @@ def _shape(metadata: TraceMetadata) -> tuple[list[int], list[int]]:
     return metadata.moe_layer_ids, metadata.experts_per_layer
 
 
+class ReplayConfig(dg.Config):
+    """What to replay natively. Shares are of the pool's bytes; null steps are all."""
+
+    owners: list[str] = Field(default=["page_cache"])
+    capacity_shares: list[float] = Field(default=[0.25, 0.5, 0.75])
+    mechanism: str = AUTOMATIC
+    steps: str | None = None
+    device: str = "cpu"
+    repeats: int = 1
+    pool: str | None = None
+    expert_bytes: int | None = None
+
+
+_REPLAY_DESCRIPTIONS = {
+    "replay_run": "Native replays against a pool of files, with memory limited where the machine allows it.",
+    "replay_step": "What each step of a native replay read, waited for and left resident.",
+    "replay_layer": "Measured residency of each layer's accesses, beside the simulated one.",
+    "replay_proof": "What each native replay was held against.",
+    "pool": "The files that were replayed against.",
+    "machine": "What the runs were measured on.",
+}
+
+
+@dg.multi_asset(
+    name="native_replay",
+    specs=[
+        dg.AssetSpec(
+            name,
+            deps=[routing],
+            group_name="expert_tier",
+            kinds={"parquet"},
+            description=f"{_REPLAY_DESCRIPTIONS[name]} {TABLES[name].grain}",
+        )
+        for name in REPLAY_TABLES
+    ],
+    partitions_def=TRACES,
+    check_specs=[*(spec for name in REPLAY_TABLES for spec in schema_check_specs(name)), proofs_check_spec()],
+    can_subset=False,
+    # Exclusive by dagster.yaml: two replays would measure each other.
+    pool="replay",
+)
+def native_replay(context: dg.AssetExecutionContext, data: DataFolderResource, config: ReplayConfig) -> Iterator[Any]:
+    """Replays the partition's trace in processes of their own; every run appends, whatever its proofs say."""
+    folder, trace_id = data.folder, context.partition_key
+    runs: list[dict[str, Any]] = []
+    try:
+        wanted = Conditions(
+            **config.model_dump(include={"owners", "capacity_shares", "mechanism", "steps", "device", "repeats"})
+        )
+        place = Path(config.pool).expanduser() if config.pool else None
+        pool = pool_of(folder, trace_id, folder=place, expert_bytes=config.expert_bytes)
+        mechanism, reason = usable_mechanism(wanted.mechanism)
+        context.log.info(f"pool {pool.folder}, mechanism {mechanism}{f': {reason}' if reason else ''}")
+        for documents in replay_all(folder, trace_id, pool, wanted):
+            runs += documents
+    except (ValueError, OSError) as error:
+        raise dg.Failure(description=str(error), allow_retries=False) from None
+    files = {name: [folder.run_file(name, trace_id, run["run_id"]) for run in runs] for name in REPLAY_TABLES[:4]}
+    for name in ("pool", "machine"):
+        files[name] = sorted({folder.result_file(name, run[f"{name}_id"]) for run in runs})
+    for name, written in files.items():
+        frame = pl.concat([pl.read_parquet(file) for file in written])
+        result = schema_check_result(frame, TABLES[name])
+        yield result
+        if not result.passed:
+            raise dg.Failure(description=str(result.metadata["failures"].value), allow_retries=False)
+        size = sum(file.stat().st_size for file in written)
+        shown = _show_runs(runs) if name == "replay_run" else {}
+        yield dg.MaterializeResult(asset_key=name, metadata={**_frame_metadata(name, frame), "bytes": size, **shown})
+    yield proofs_check_result(runs)
+
+
+def _show_runs(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Measured beside simulated, a run a line; as a number for Dagster to plot, the runs that are valid."""
+    lines = ["| run | owner | capacity | device bytes, measured | LRU miss bytes at its residency, simulated | bytes |"]
+    lines += ["|---|---|---|---|---|---|"]
+    lines += [
+        f"| {run['run_id']} | {run['owner']} | {_bytes_text(run['capacity_bytes'])} | "
+        f"{_bytes_text(run['device_bytes'])} | {_bytes_text(run['resident_miss_bytes'])} | "
+        f"{'valid' if run['bytes_valid'] else 'NOT valid'} |"
+        for run in runs
+    ]
+    return {"valid runs": sum(run["bytes_valid"] for run in runs), "runs": dg.MetadataValue.md("\n".join(lines))}
+
+
+def _bytes_text(size_bytes: int | None) -> str:
+    return "—" if size_bytes is None else format_bytes(size_bytes)
+
+
 @dg.asset(
-    deps=[trace, trace_check, trace_locality, hit_rate, miss_ratio_curve, lookahead_recall, domain_overlap],
+    deps=[
+        trace,
+        trace_check,
+        trace_locality,
+        hit_rate,
+        miss_ratio_curve,
+        lookahead_recall,
+        domain_overlap,
+        *REPLAY_TABLES,
+    ],
     group_name="expert_tier",
     kinds={"duckdb"},
     description="All tables in one DuckDB file, built aside and replaced at once, so readers never block the writer.",
@@ -280,4 +384,5 @@ def report(data: DataFolderResource) -> dg.MaterializeResult[None]:
 
 
 PER_TRACE = (routing, trace, trace_check, trace_locality, hit_rate, miss_ratio_curve, lookahead_recall)
+REPLAYS = (native_replay,)
 OVER_TRACES = (domain_overlap, warehouse, report)

@@ -1,6 +1,6 @@
 """When the graph runs: a sensor on the dumps folder, a nightly schedule, and conditions for what spans all traces.
 
-Native replays are never repeated by a schedule: only what `PER_TRACE` names is re-run here.
+Native replays need a quiet machine and append, so nothing here starts one unless somebody turns its schedule on.
 """
 
 import json
@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import dagster as dg
 
-from pipeline.assets import DUMP_TAG, OVER_TRACES, PER_TRACE, TRACES, DataFolderResource, is_dump
+from pipeline.assets import DUMP_TAG, OVER_TRACES, PER_TRACE, REPLAYS, TRACES, DataFolderResource, is_dump
 from pipeline.ingest import metadata_file, read_user_metadata, trace_id_for
+from pipeline.replays import unreplayed_traces
 from pipeline.results import stale_traces
 from schemas.files import DataFolder
 
@@ -20,6 +21,10 @@ MAX_BYTES_PER_TICK = 10 * 2**30
 per_trace_job = dg.define_asset_job(
     "per_trace", selection=dg.AssetSelection.assets(*PER_TRACE), partitions_def=TRACES,
     description="One dump, from raw file to its tables.",
+)  # fmt: skip
+replay_job = dg.define_asset_job(
+    "replay", selection=dg.AssetSelection.assets(*REPLAYS), partitions_def=TRACES,
+    description="Native replays of one trace: pool, memory limit, measured runs. Wants a quiet machine.",
 )  # fmt: skip
 
 
@@ -94,8 +99,28 @@ def nightly(context: dg.ScheduleEvaluationContext, data: DataFolderResource) -> 
         yield dg.RunRequest(partition_key=trace.trace_id, tags={"expert_tier/reason": trace.reason[:200]})
 
 
+@dg.schedule(
+    job=replay_job,
+    cron_schedule="0 4 * * *",
+    default_status=dg.DefaultScheduleStatus.STOPPED,
+    description="Off unless turned on: replays traces natively that never were, where sizes or a pool are there.",
+)
+def replays(context: dg.ScheduleEvaluationContext, data: DataFolderResource) -> Iterator[dg.RunRequest]:
+    """Requests a run for every trace without a native one."""
+    waiting = unreplayed_traces(data.folder)
+    context.instance.add_dynamic_partitions(TRACES.name or "", waiting)
+    for trace_id in waiting:
+        yield dg.RunRequest(partition_key=trace_id)
+
+
 # A refused dump leaves a partition that never materialises; it must not keep the others from the warehouse.
-_WHEN_UPSTREAM_CHANGES = dg.AutomationCondition.eager().without(~dg.AutomationCondition.any_deps_missing())
+# A native replay may run for hours, and must not keep them all.
+_IN_PROGRESS = dg.AutomationCondition.any_deps_in_progress()
+_WHEN_UPSTREAM_CHANGES = (
+    dg.AutomationCondition.eager()
+    .without(~dg.AutomationCondition.any_deps_missing())
+    .replace(_IN_PROGRESS, _IN_PROGRESS.ignore(dg.AssetSelection.assets(*REPLAYS)))
+)
 
 
 def with_automation(assets: Sequence[dg.AssetsDefinition]) -> list[dg.AssetsDefinition]:

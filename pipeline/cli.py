@@ -20,8 +20,11 @@ import polars as pl
 
 from pipeline.dumps.blocks import MalformedDump, RefusedDump
 from pipeline.ingest import Ingested, WrongMetadata, ingest, inspect, read_user_metadata
+from pipeline.replays import Conditions, ReplayFailed, pool_of, replay_all, usable_mechanism
 from pipeline.results import stale_traces
 from replayer.command import Parser, run
+from replayer.machine import storage_of
+from replayer.pool import MalformedPool, Pool
 from replayer.quantities import format_bytes
 from replayer.trace import MalformedTrace
 from schemas.files import ENVIRONMENT_VARIABLE, DataFolder
@@ -55,6 +58,8 @@ exit codes: 0 done, 1 the work failed (bad data, interrupted), 2 the call was wr
 """
 
 MAX_ROWS_SHOWN = 200
+# Plain memory as destination: torch would take more memory than the whole pool of the sample.
+_DEMO_CONDITIONS = Conditions(steps="0:200", device="none", wait_s=10)
 _META_HELP = "what the dump does not say, as key=value (repeatable); a file <dump>.toml beside it does the same"
 
 
@@ -79,7 +84,11 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(function=function)
         return command
 
-    command = add("demo", _demo, "The whole road on the bundled sample: ingest, analyses, warehouse, report, answer.")
+    command = add(
+        "demo",
+        _demo,
+        "The whole road on the bundled sample: ingest, analyses, native replays, warehouse, report, answer.",
+    )
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
     command = add(
@@ -239,7 +248,10 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _materialize(data: DataFolder, trace_ids: Sequence[str]) -> dict[str, Any]:
+def _materialize(
+    data: DataFolder, trace_ids: Sequence[str], between: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Analyses traces, does what has to be done before the warehouse is built, and builds it and the report."""
     from pipeline.definitions import materialize_all, materialize_trace
     from warehouse.build import list_relations
 
@@ -249,6 +261,7 @@ def _materialize(data: DataFolder, trace_ids: Sequence[str]) -> dict[str, Any]:
     for ordinal, trace_id in enumerate(trace_ids, start=1):
         with _Progress(f"analysing {trace_id} ({ordinal} of {len(trace_ids)})"):
             failed += materialize_trace(data, trace_id)
+    between()
     with _Progress("building the warehouse and the report"):
         failed += materialize_all(data)
     if failed:
@@ -330,12 +343,75 @@ def _demo(arguments: argparse.Namespace) -> int:
         dumps = sorted(sample.glob("*.gz"))
         with _Progress("ingesting the bundled sample"):
             done = [ingest(path, data, read_user_metadata(path)) for path in dumps]
-    document = _materialize(data, [one.metadata.trace_id for one in done])
+    native = _NativeDemo(data, done[0].metadata.trace_id)
+    document = _materialize(data, [one.metadata.trace_id for one in done], native.replay)
     if arguments.json:
-        print(json.dumps(document))
+        print(json.dumps({**document, "replays": native.runs, "replay_skipped": native.skipped}))
     else:
-        print("\n".join(_answer(data, done)))
+        print("\n".join([*_answer(data, done), *native.answer(), *_places(data)]))
     return 0
+
+
+class _NativeDemo:
+    """Native replays of one trace of the sample; where the machine does not allow one, why."""
+
+    def __init__(self, data: DataFolder, trace_id: str) -> None:
+        self.data, self.trace_id = data, trace_id
+        self.pool: Pool | None = None
+        self.runs: list[dict[str, Any]] = []
+        self.skipped: str | None = None
+        self.unlimited: str | None = None
+
+    def replay(self) -> None:
+        """Builds the pool if need be and replays; what stands in the way is kept in words, and raises nothing."""
+        try:
+            with _Progress("building a pool of files"):
+                self.pool = pool_of(self.data, self.trace_id, layout="per-layer")
+            _, self.unlimited = usable_mechanism(_DEMO_CONDITIONS.mechanism)
+            with _Progress("replaying natively"):
+                for documents in replay_all(self.data, self.trace_id, self.pool, _DEMO_CONDITIONS):
+                    self.runs += documents
+        except (ReplayFailed, MalformedPool, OSError) as error:
+            self.skipped = " ".join(str(error).split())
+
+    def answer(self) -> list[str]:
+        """Measured device bytes beside simulated miss bytes, a run a line."""
+        lines = []
+        if self.pool is not None and self.runs:
+            first, storage = self.runs[0], storage_of(self.pool.folder)
+            pool = f"{format_bytes(int(self.pool.object_bytes.sum()))} in {len(self.pool.files)} files"
+            lines += [
+                f"native replay of {self.trace_id}, measured: a pool of {pool} on {storage.filesystem},",
+                f"owner {first['owner']}, {first['mechanism_detail'] or 'no memory limit'}, steps "
+                f"{first['step_begin']}:{first['step_end']} after a warm pass, "
+                f"{format_bytes(first['demand_bytes'])} demanded",
+                f"  {'capacity':>10}{'resident':>12}{'device bytes':>14}{'simulated LRU misses':>36}",
+                f"  {'':>10}{'measured':>12}{'measured':>14}{'at capacity':>18}{'at residency':>18}   proofs",
+                *(self._line(run) for run in self.runs),
+            ]
+        if self.unlimited is not None:
+            lines.append(f"  no memory limit: {self.unlimited}")
+        if self.skipped is not None:
+            lines.append(f"{'no more native runs' if self.runs else 'no native replay'}: {self.skipped}")
+        return lines
+
+    def _line(self, run: dict[str, Any]) -> str:
+        made = [proof for proof in run["proofs"] if proof["held"] is not None]
+        held = sum(proof["held"] for proof in made)
+        verdict = f"{held} of {len(made)} proofs held"
+        if not run["bytes_valid"]:
+            verdict += f"; bytes NOT valid: {run['bytes_reasons']}"
+        elif not run["time_valid"]:
+            verdict += "; times not valid"
+        return (
+            f"  {_size(run['capacity_bytes'], 'no limit'):>10}{_size(run['resident_median_bytes']):>12}"
+            f"{_size(run['device_bytes']):>14}{_size(run['nominal_miss_bytes']):>18}"
+            f"{_size(run['resident_miss_bytes']):>18}   {verdict}"
+        )
+
+
+def _size(size_bytes: int | None, unknown: str = "-") -> str:
+    return unknown if size_bytes is None else format_bytes(size_bytes)
 
 
 def _answer(data: DataFolder, done: Sequence[Ingested]) -> list[str]:
@@ -376,12 +452,15 @@ def _answer(data: DataFolder, done: Sequence[Ingested]) -> list[str]:
             f"  {row['predictor']:<16}{ahead + width:<28}{row['recall_all']:>8.3f}{row['precision']:>8.3f}"
             f"{row['hint_coverage']:>8.3f}"
         )
-    lines += [
+    return lines
+
+
+def _places(data: DataFolder) -> list[str]:
+    return [
         "The sample is a toy model: no conclusion about big models follows from these numbers.",
         f"warehouse: {data.warehouse}",
         f"report:    {data.report}",
     ]
-    return lines
 
 
 def _fit(rates: pl.DataFrame) -> str:

@@ -10,8 +10,16 @@ from typing import Any
 import dagster as dg
 from dagster import DagsterExecutionInterruptedError
 
-from pipeline.assets import OVER_TRACES, PER_TRACE, TRACES, DataFolderResource
-from pipeline.automation import dumps_folder, nightly, over_traces_sensor, per_trace_job, with_automation
+from pipeline.assets import OVER_TRACES, PER_TRACE, REPLAYS, TRACES, DataFolderResource
+from pipeline.automation import (
+    dumps_folder,
+    nightly,
+    over_traces_sensor,
+    per_trace_job,
+    replay_job,
+    replays,
+    with_automation,
+)
 from schemas.files import ENVIRONMENT_VARIABLE, DataFolder
 
 DEFAULT_DATA = "data"
@@ -23,10 +31,10 @@ def configured_data() -> Path:
 
 
 defs = dg.Definitions(
-    assets=with_automation([*PER_TRACE, *OVER_TRACES]),
-    jobs=[per_trace_job],
+    assets=with_automation([*PER_TRACE, *REPLAYS, *OVER_TRACES]),
+    jobs=[per_trace_job, replay_job],
     sensors=[dumps_folder, over_traces_sensor],
-    schedules=[nightly],
+    schedules=[nightly, replays],
     resources={"data": DataFolderResource(root=str(configured_data()))},
     executor=dg.in_process_executor,
 )
@@ -61,7 +69,7 @@ def _materialize_quietly(
     selected: Sequence[dg.AssetsDefinition], instance: dg.DagsterInstance, data: DataFolder, trace_id: str | None
 ) -> list[FailedAsset]:
     result = _uninterrupted(
-        [*PER_TRACE, *OVER_TRACES],
+        [*PER_TRACE, *REPLAYS, *OVER_TRACES],
         selection=list(selected),
         partition_key=trace_id,
         instance=instance,

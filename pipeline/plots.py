@@ -29,8 +29,8 @@ COLOURS = {
     "grid": ("#dde1e6", "#3a4048"),
 }
 LineStyle = tuple[str, str, str]
-"""Colour, dashes, marker. Colour is never the only difference."""
-_DASHES = {"-": "", "--": "6 4", ":": "2 3"}
+"""Colour, dashes, marker. Colour is never the only difference. No dashes at all: markers only."""
+_DASHES = {"-": "", "--": "6 4", ":": "2 3", "": "0 40"}
 _SMALLEST_LOG_RANGE = 12
 _PLOT_SETTINGS = {
     "svg.fonttype": "none",
@@ -103,8 +103,8 @@ def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
     for line in lines:
         colour, dashes, marker = line.style
         axes.plot(
-            line.x, line.y, color=COLOURS[colour][0], linestyle=dashes, marker=marker or None, label=line.label,
-            clip_on=False, zorder=3,
+            line.x, line.y, color=COLOURS[colour][0], linestyle=dashes or "none", marker=marker or None,
+            label=line.label, clip_on=False, zorder=3,
         )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Warehouse → one self-contained HTML page, and the small pictures that Dagster shows beside an asset.
 
-Every sentence that states a finding is computed from the rows beside it: other rows, other sentence. All numbers here
-are simulated: nothing is measured, and nothing is shown that a table does not hold. Text that came out of a dump
-reaches the page through Jinja's autoescaping only, and no plot holds any of it.
+Every sentence that states a finding is computed from the rows beside it: other rows, other sentence. All numbers made
+here are simulated or counted; what was measured is in `replay_report`. Nothing is shown that a table does not hold.
+Text that came out of a dump reaches the page through Jinja's autoescaping only, and no plot holds any of it.
 """
 
 import re
@@ -15,10 +15,26 @@ from typing import Any
 
 import polars as pl
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter
 
+from pipeline.page import (
+    Block,
+    Cell,
+    Grid,
+    Picture,
+    Row,
+    amount,
+    described,
+    known_text,
+    listed,
+    percent,
+    phase_text,
+    plural,
+    sentence_case,
+    side_by_side,
+    sized,
+)
 from pipeline.plots import (
     COLOURS,
     PAGE_PLOT_INCHES,
@@ -33,14 +49,13 @@ from pipeline.plots import (
     show_depths,
     show_layers,
 )
+from pipeline.replay_report import native_runs
 from schemas.columns import COLUMNS
 from schemas.files import DataFolder, publish, remove_stale
-from schemas.tables import CONTRACT
+from schemas.tables import CONTRACT, REPLAY_TABLES, TABLES
 from warehouse.build import read_tables
 
 TEMPLATE = "report.html.j2"
-
-Row = dict[str, Any]
 
 # What has to agree before two hit rates are compared, apart from what a plot or table puts side by side.
 SHARED_CONTRACT = tuple(
@@ -91,6 +106,7 @@ OTHER_STYLES: tuple[LineStyle, ...] = (
     ("blue", "--", "D"),
 )
 WIDTH_STYLES: tuple[LineStyle, ...] = (("blue", "-", "o"), ("vermillion", "-", "s"), ("green", "-", "D"))
+_OF_TRACES = tuple(name for name in TABLES if name not in REPLAY_TABLES)
 _ORDER_WORDS = {1: "above", 0: "level with", -1: "below"}
 _WINDOW_NAMES = {1: "W₁", 8: "W₈", 64: "W₆₄"}
 
@@ -129,8 +145,9 @@ def render_report(tables: dict[str, pl.DataFrame]) -> str:
             _section(f"trace-{number}", trace, _rows_of(tables, trace["trace_id"]), newer.get(trace["trace_id"]), plots)
             for number, trace in enumerate(traces, start=1)
         ],
-        strangers=sorted({one for frame in tables.values() for one in frame["trace_id"]} - trace_ids),
+        strangers=sorted({one for name in _OF_TRACES for one in tables[name]["trace_id"]} - trace_ids),
         overlap=_overlap_block(tables["domain_overlap"].to_dicts(), {trace["trace_id"]: trace for trace in traces}),
+        native=native_runs(tables, plots),
         colours=COLOURS,
     )
 
@@ -172,45 +189,6 @@ def locality_png(locality: pl.DataFrame) -> bytes:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A cell of a table on the page: what it says, and below it the counts it was made of."""
-
-    text: str
-    note: str = ""
-    is_best: bool = False
-    is_text: bool = False
-    span: int = 1
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table on the page; the first cell of each row is its heading."""
-
-    caption: str
-    head: list[list[Cell]]
-    rows: list[list[Cell]]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Plots that share a legend and a caption."""
-
-    plots: list[Markup]
-    legend: list[Line]
-    caption: str
-
-
-@dataclass(frozen=True)
-class Block:
-    """One question: what the rows say about it, in sentences, drawn, and as a table."""
-
-    heading: str
-    findings: list[str]
-    pictures: list[Picture]
-    grids: list[Grid]
-
-
-@dataclass(frozen=True)
 class Section:
     """All that is known and unknown about one trace."""
 
@@ -227,7 +205,7 @@ class Section:
 
 
 def _rows_of(tables: dict[str, pl.DataFrame], trace_id: str) -> dict[str, list[Row]]:
-    return {name: frame.filter(pl.col("trace_id") == trace_id).to_dicts() for name, frame in tables.items()}
+    return {name: tables[name].filter(pl.col("trace_id") == trace_id).to_dicts() for name in _OF_TRACES}
 
 
 def _section(anchor: str, trace: Row, rows: dict[str, list[Row]], newer: str | None, plots: Plots) -> Section:
@@ -258,7 +236,7 @@ def _warnings(trace: Row, checks: Sequence[Row], newer: str | None) -> list[str]
         if check["outcome"] == "warned"
     ]
     if trace["dropped_rows"]:
-        warnings.append(f"{_count(trace['dropped_rows'])} rows of the dump did not enter the trace.")
+        warnings.append(f"{amount(trace['dropped_rows'])} rows of the dump did not enter the trace.")
     if newer is not None:
         warnings.append(f"A later dump of the same path takes this one's place: trace {newer}.")
     return warnings
@@ -279,21 +257,21 @@ def _facts(trace: Row, *, phases: Sequence[str]) -> list[tuple[str, str]]:
         "Domain": trace["domain"] or "unknown",
         "Captured by": trace["capture_method"] or "unknown",
         "Phase scored": ", ".join("every phase" if phase == "all" else phase for phase in phases) or "nothing yet",
-        "Raw dump": f"{trace['source_file']} ({trace['source_format']}, {_size(trace['source_bytes'])})",
+        "Raw dump": f"{trace['source_file']} ({trace['source_format']}, {sized(trace['source_bytes'])})",
         "Its SHA-256": trace["source_sha256"],
-        "Layers": f"{_count(trace['moe_layers'])} with routed experts, of {_known(trace['hidden_layers'])}",
-        "Experts": f"{_count(trace['num_experts'])} in the largest layer ({trace['num_experts_source']}), "
-        f"{_count(trace['pool_experts'])} in all layers",
-        "Experts per token": f"{_count(trace['top_k_observed'])} in the dump, {_known(trace['top_k_model'])} by the "
-        "model's configuration",
-        "Size of one expert": _size(smallest) if smallest == largest else f"{_size(smallest)} to {_size(largest)}",
-        "Size of all experts": _size(trace["pool_bytes"]),
-        "Steps": f"{_count(trace['steps'])} ({passes[trace['pass_boundaries']]}), "
-        f"{_count(trace['requests'])} {_plural('request', trace['requests'])}",
-        "Token rows": _listed([f"{_count(rows)} {phase}" for phase, rows in phase_rows.items() if rows] or ["0"]),
-        "Accesses": f"{_count(trace['accesses'])} in {_count(trace['events'])} events, "
-        f"{_percent(trace['union_ratio'])} of {_count(trace['selections'])} selections",
-        "Accepted tokens": _count(trace["accepted_tokens"]),
+        "Layers": f"{amount(trace['moe_layers'])} with routed experts, of {known_text(trace['hidden_layers'])}",
+        "Experts": f"{amount(trace['num_experts'])} in the largest layer ({trace['num_experts_source']}), "
+        f"{amount(trace['pool_experts'])} in all layers",
+        "Experts per token": f"{amount(trace['top_k_observed'])} in the dump, {known_text(trace['top_k_model'])} by "
+        "the model's configuration",
+        "Size of one expert": sized(smallest) if smallest == largest else f"{sized(smallest)} to {sized(largest)}",
+        "Size of all experts": sized(trace["pool_bytes"]),
+        "Steps": f"{amount(trace['steps'])} ({passes[trace['pass_boundaries']]}), "
+        f"{amount(trace['requests'])} {plural('request', trace['requests'])}",
+        "Token rows": listed([f"{amount(rows)} {phase}" for phase, rows in phase_rows.items() if rows] or ["0"]),
+        "Accesses": f"{amount(trace['accesses'])} in {amount(trace['events'])} events, "
+        f"{percent(trace['union_ratio'])} of {amount(trace['selections'])} selections",
+        "Accepted tokens": amount(trace["accepted_tokens"]),
     }
     if trace["supersedes"] is not None:
         facts["Takes the place of"] = trace["supersedes"]
@@ -320,7 +298,7 @@ def _overview(trace: Row, hit_rates: Sequence[Row], locality: Sequence[Row]) -> 
     cells = [
         Cell(trace["model"] or "unknown", is_text=True),
         Cell(trace["domain"] or "unknown", is_text=True),
-        Cell(_count(trace["steps"])),
+        Cell(amount(trace["steps"])),
     ]
     rates = [Cell("—")] * 3
     for _, rows in _contracts(hit_rates)[:1]:
@@ -330,12 +308,12 @@ def _overview(trace: Row, hit_rates: Sequence[Row], locality: Sequence[Row]) -> 
         some = next(iter(chosen.values()))
         rates = [
             Cell(_capacity_text(some), _share_of_pool(some, trace)),
-            *(Cell(_percent(chosen.get(policy, {}).get("hit_rate"))) for policy in ("lru", "belady_bypass")),
+            *(Cell(percent(chosen.get(policy, {}).get("hit_rate"))) for policy in ("lru", "belady_bypass")),
         ]
     return [
         *cells,
         *rates,
-        Cell(_percent(next((total["w1_reuse_ratio"] for total in _totals(locality)), None))),
+        Cell(percent(next((total["w1_reuse_ratio"] for total in _totals(locality)), None))),
     ]
 
 
@@ -402,16 +380,16 @@ def _capacities(rows: Iterable[Row]) -> list[int]:
 
 def _capacity_text(row: Row) -> str:
     experts = row["capacity_experts_total"]
-    return _size(row["capacity_bytes"]) if experts is None else f"{_count(experts)} {_plural('expert', experts)}"
+    return sized(row["capacity_bytes"]) if experts is None else f"{amount(experts)} {plural('expert', experts)}"
 
 
 def _share_of_pool(row: Row, trace: Row) -> str:
     """`25.0 % of all, 32 per layer`, as far as that is known."""
     experts, layers = row["capacity_experts_total"], trace["moe_layers"]
     pool = trace["pool_bytes" if experts is None else "pool_experts"]
-    shares = [f"{_percent(_capacity(row) / pool)} of all"] if pool else []
+    shares = [f"{percent(_capacity(row) / pool)} of all"] if pool else []
     if row["scope"] == "layer" and experts is not None and layers and experts % layers == 0:
-        shares.append(f"{_count(experts // layers)} per layer")
+        shares.append(f"{amount(experts // layers)} per layer")
     return ", ".join(shares)
 
 
@@ -461,7 +439,7 @@ def _findings_of_panel(trace: Row, semantics: str, panel: Sequence[Row]) -> list
         )
     impossible = [capacity for capacity in both if _compare(lru[capacity], belady[capacity]) > 0]
     if impossible and panel[0]["capacity_experts_total"] is not None:
-        where = _listed([_capacity_text(lru[capacity]) for capacity in impossible])
+        where = listed([_capacity_text(lru[capacity]) for capacity in impossible])
         findings.append(
             f"{name}: LRU is above Belady with bypass at {where}. Under one contract and equal sizes that cannot be: "
             "treat these rows as wrong."
@@ -485,9 +463,9 @@ def _best_of_panel(name: str, by_policy: dict[tuple[str, str | None], dict[int, 
     for capacity in capacities:
         rows = {key: of_policy[capacity] for key, of_policy in causal.items() if capacity in of_policy}
         best = [key for key, row in rows.items() if all(_compare(row, other) >= 0 for other in rows.values())]
-        places.append((_listed([names[key] for key in best]), rows[best[0]]))
+        places.append((listed([names[key] for key in best]), rows[best[0]]))
     runs = [
-        f"{best} at {_listed([_capacity_text(row) for _, row in run])}"
+        f"{best} at {listed([_capacity_text(row) for _, row in run])}"
         for best, run in groupby(places, key=lambda place: place[0])
     ]
     return [f"{name}, most hits of the policies that do not know the future: {'; '.join(runs)}."]
@@ -500,18 +478,18 @@ def _is_causal(policy: str, fit: str | None) -> bool:
 def _gap_to_belady(lru: Row, belady: Row) -> str:
     fewer = lru["misses"] - belady["misses"]
     sentence = (
-        f"LRU misses {_count(lru['misses'])} of {_count(lru['accesses'])} accesses ({_percent_of_misses(lru)}); "
-        f"Belady with bypass, which knows the future, misses {_count(belady['misses'])} "
+        f"LRU misses {amount(lru['misses'])} of {amount(lru['accesses'])} accesses ({_percent_of_misses(lru)}); "
+        f"Belady with bypass, which knows the future, misses {amount(belady['misses'])} "
         f"({_percent_of_misses(belady)}), "
     )
     if fewer > 0:
-        sentence += f"{_count(fewer)} fewer: {_percent(fewer / lru['misses'])} of LRU's misses."
+        sentence += f"{amount(fewer)} fewer: {percent(fewer / lru['misses'])} of LRU's misses."
     elif fewer == 0:
         sentence += "just as many."
     else:
-        sentence += f"{_count(-fewer)} more."
+        sentence += f"{amount(-fewer)} more."
     if lru["miss_bytes"] is not None and belady["miss_bytes"] is not None and lru["scored_steps"]:
-        per_step = [_size(row["miss_bytes"] / row["scored_steps"]) for row in (lru, belady)]
+        per_step = [sized(row["miss_bytes"] / row["scored_steps"]) for row in (lru, belady)]
         sentence += f" Per step, {per_step[0]} of misses against {per_step[1]}."
     return sentence
 
@@ -520,8 +498,8 @@ def _against_lru(pairs: Sequence[tuple[Row, Row]]) -> str:
     """`below LRU at 8 experts (20.0 against 40.0 %), above LRU at …`, from the smallest capacity up."""
     parts = []
     for order, run in groupby(pairs, key=lambda pair: _compare(*pair)):
-        places = [f"{_capacity_text(row)} ({_side_by_side(row['hit_rate'], lru['hit_rate'])})" for row, lru in run]
-        parts.append(f"{_ORDER_WORDS[order]} LRU at {_listed(places)}")
+        places = [f"{_capacity_text(row)} ({side_by_side(row['hit_rate'], lru['hit_rate'])})" for row, lru in run]
+        parts.append(f"{_ORDER_WORDS[order]} LRU at {listed(places)}")
     return ", ".join(parts)
 
 
@@ -560,7 +538,7 @@ def _findings_across_semantics(rows: Sequence[Row]) -> list[str]:
         differs = "differs" if _compare(*counted) else "is the same"
         findings.append(
             f"Counted both ways the hit rate {differs}: LRU at {_capacity_text(counted[0])} hits "
-            f"{_side_by_side(*(row['hit_rate'] for row in counted))}, event-atomic against sequential."
+            f"{side_by_side(*(row['hit_rate'] for row in counted))}, event-atomic against sequential."
         )
     if turned:
         findings.append(f"The way of counting decides between policies: {'; '.join(turned)}.")
@@ -591,7 +569,7 @@ def _hit_rate_grid(trace: Row, shared: Row, rows: Sequence[Row], *, is_below_plo
             causal = [row for row in column if _is_causal(row["policy"], row["fit"])]
             row = next((row for row in column if (row["policy"], row["fit"]) == (policy, fit)), None)
             is_best = row in causal and all(_compare(row or {}, other) >= 0 for other in causal)
-            yield Cell("—") if row is None else Cell(_percent(row["hit_rate"]), _count(row["hits"]), is_best=is_best)
+            yield (Cell("—") if row is None else Cell(percent(row["hit_rate"]), amount(row["hits"]), is_best=is_best))
 
     contract = "Contract as below the plot." if is_below_plot else _contract_text(shared, rows)
     return Grid(
@@ -614,7 +592,7 @@ def _hit_rate_grid(trace: Row, shared: Row, rows: Sequence[Row], *, is_below_plo
 
 
 def _accesses_text(rows: Sequence[Row]) -> str:
-    return _listed([_count(accesses) for accesses in sorted({row["accesses"] for row in rows})]) + " accesses"
+    return listed([amount(accesses) for accesses in sorted({row["accesses"] for row in rows})]) + " accesses"
 
 
 def _contract_text(shared: Row, rows: Sequence[Row]) -> str:
@@ -626,17 +604,17 @@ def _contract_text(shared: Row, rows: Sequence[Row]) -> str:
         f"Scope {shared['scope']}",
         f"{shared['access_order']} order{seed}",
         dedup,
-        f"steps {_count(begin)} to {_count(end - 1)}",
-        f"the first {_count(warm)} ({_percent(shared['warm_fraction'])}) warm the cache unscored"
+        f"steps {amount(begin)} to {amount(end - 1)}",
+        f"the first {amount(warm)} ({percent(shared['warm_fraction'])}) warm the cache unscored"
         if warm
         else "cold start, no step left out",
-        f"scored: {_phase_text(shared['phase'])}, {_accesses_text(rows)}",
+        f"scored: {phase_text(shared['phase'])}, {_accesses_text(rows)}",
     ]
     if shared["warm_pass"]:
         parts.append("replayed once before, unscored")
     fits = sorted({row["fit"] for row in rows if row["fit"] is not None})
     if fits:
-        parts.append(f"static table {_listed([_fit_text(fit) for fit in fits])}")
+        parts.append(f"static table {listed([_fit_text(fit) for fit in fits])}")
     return "; ".join(parts) + "."
 
 
@@ -653,11 +631,11 @@ def _curve_picture(trace: Row, shared: Row, rows: Sequence[Row], plots: Plots) -
             axes.set_title(label)
             axes.set_ylabel("hit rate")
             drawn.append(
-                plots.svg(figure, f"Simulated hit rate by capacity, {label}", _described(lines, "at full capacity"))
+                plots.svg(figure, f"Simulated hit rate by capacity, {label}", described(lines, "at full capacity"))
             )
     caption = (
         f"Simulated, not measured, from trace {trace['trace_id']}. {_contract_text(shared, rows)} "
-        f"Semantics: {_listed([SEMANTICS_LABELS.get(name, name) for name, _ in panels])}. "
+        f"Semantics: {listed([SEMANTICS_LABELS.get(name, name) for name, _ in panels])}. "
         "The two Belady lines know the future: no policy to run, but how far one could go"
         + (" (a reference, not a bound: experts differ in size)." if _sizes_differ(trace, shared) else ".")
     )
@@ -705,7 +683,7 @@ def _locality_blocks(trace: Row, rows: Sequence[Row], plots: Plots) -> list[Bloc
         )
         blocks.append(
             Block(
-                heading=f"Locality, {_phase_text(total['phase'])}",
+                heading=f"Locality, {phase_text(total['phase'])}",
                 findings=_locality_findings(total),
                 pictures=[_locality_picture(trace, total, layers, plots)],
                 grids=[_reuse_grid(total), _skew_grid(total)],
@@ -719,9 +697,9 @@ def _locality_findings(total: Row) -> list[str]:
     if total["w1_reuse_ratio"] is not None:
         reused, shuffled = total["w1_reused_selections"], total["w1_shuffled_reused_selections"]
         findings.append(
-            f"{_percent(total['w1_reuse_ratio'])} of {_count(total['reuse_selections'])} selections repeat an expert "
+            f"{percent(total['w1_reuse_ratio'])} of {amount(total['reuse_selections'])} selections repeat an expert "
             f"that the token before used in the same layer (W₁). Popularity alone would give "
-            f"{_percent(total['chance_ratio'])}, a uniform router {_percent(total['uniform_ratio'])}."
+            f"{percent(total['chance_ratio'])}, a uniform router {percent(total['uniform_ratio'])}."
         )
         if reused > shuffled:
             verdict = "More than with the same tokens shuffled"
@@ -735,11 +713,11 @@ def _locality_findings(total: Row) -> list[str]:
         else:
             verdict = "As many as with the same tokens shuffled"
             meaning = "the order of tokens holds no reuse beyond popularity"
-        findings.append(f"{verdict} ({_percent(total['w1_shuffled_ratio'])}): {meaning}.")
+        findings.append(f"{verdict} ({percent(total['w1_shuffled_ratio'])}): {meaning}.")
     findings.append(
-        f"The eight most selected experts of each layer carry {_percent(total['top8_share'])} of the selections; "
-        f"{_percent(total['working_set_95_ratio'])} of the experts carry 95 % of them; "
-        f"{_percent(total['coverage_ratio'])} of the experts occur at all."
+        f"The eight most selected experts of each layer carry {percent(total['top8_share'])} of the selections; "
+        f"{percent(total['working_set_95_ratio'])} of the experts carry 95 % of them; "
+        f"{percent(total['coverage_ratio'])} of the experts occur at all."
     )
     return findings
 
@@ -748,7 +726,7 @@ def _locality_picture(trace: Row, total: Row, layers: Sequence[Row], plots: Plot
     with drawing(PAGE_PLOT_INCHES) as (figure, axes):
         bars = _draw_reuse(axes, total)
         axes.set_title("reuse within the last 1, 8, 64 tokens")
-        drawn = [plots.svg(figure, "Reuse of experts, all layers", _described(bars, "over 64 tokens"))]
+        drawn = [plots.svg(figure, "Reuse of experts, all layers", described(bars, "over 64 tokens"))]
     if len(layers) > 1:
         lines = [
             Line(label, style, [row["layer_id"] for row in scored], [row[name] for row in scored])
@@ -764,7 +742,7 @@ def _locality_picture(trace: Row, total: Row, layers: Sequence[Row], plots: Plot
             show_layers(axes)
             axes.set_title("reuse of the token before, by layer")
             drawn.append(
-                plots.svg(figure, "Reuse of the token before, by layer", _described(lines, "in the last layer"))
+                plots.svg(figure, "Reuse of the token before, by layer", described(lines, "in the last layer"))
             )
     legend = [
         Line("recorded order", ("blue", "-", ""), [], []),
@@ -772,7 +750,7 @@ def _locality_picture(trace: Row, total: Row, layers: Sequence[Row], plots: Plot
         Line("by popularity", ("ink", ":", ""), [], []),
     ]
     caption = (
-        f"Counted from trace {trace['trace_id']}, {_phase_text(total['phase'])}, {_count(total['tokens'])} tokens × "
+        f"Counted from trace {trace['trace_id']}, {phase_text(total['phase'])}, {amount(total['tokens'])} tokens × "
         f"layers. Shuffled with seed {total['seed']}, all layers alike."
     )
     return Picture(drawn, legend, caption)
@@ -815,7 +793,7 @@ def _lookahead_blocks(trace: Row, rows: Sequence[Row], plots: Plots) -> list[Blo
         totals = sorted(_totals(of_phase), key=_prediction_key)
         blocks.append(
             Block(
-                heading=f"Lookahead, {_phase_text(phase)}",
+                heading=f"Lookahead, {phase_text(phase)}",
                 findings=_lookahead_findings(totals),
                 pictures=[_recall_picture(trace, of_phase, totals, plots)],
                 grids=[_recall_grid(totals)],
@@ -845,7 +823,7 @@ def _predictor_name(row: Row) -> str:
 
 def _distance(row: Row) -> str:
     parts = [
-        f"{row[column]} {_plural(noun, row[column])} ahead"
+        f"{row[column]} {plural(noun, row[column])} ahead"
         for column, noun in (("lookahead_layers", "layer"), ("lookahead_steps", "step"))
         if row[column]
     ]
@@ -859,25 +837,25 @@ def _lookahead_findings(totals: Sequence[Row]) -> list[str]:
     for run in _predictions(scored):
         first, last = run[0], run[-1]
         sentence = (
-            f"{_sentence_case(_predictor_name(first))}: names {_count(first['predicted_accesses'])} of "
-            f"{_count(first['accesses'])} accesses {_distance(first)} ({_percent(first['recall_all'])}; as many "
-            f"experts at random: {_percent(first['chance_recall_all'])})"
+            f"{sentence_case(_predictor_name(first))}: names {amount(first['predicted_accesses'])} of "
+            f"{amount(first['accesses'])} accesses {_distance(first)} ({percent(first['recall_all'])}; as many "
+            f"experts at random: {percent(first['chance_recall_all'])})"
         )
         if previous is not None and first is not previous:
             order = (first["recall_all"] > previous["recall_all"]) - (first["recall_all"] < previous["recall_all"])
-            sentence += f", {_ORDER_WORDS[order]} the previous token's {_percent(previous['recall_all'])}"
+            sentence += f", {_ORDER_WORDS[order]} the previous token's {percent(previous['recall_all'])}"
         if len(run) > 1:
             change = (last["recall_covered"] or 0) - (first["recall_covered"] or 0)
             word = "falls" if change < 0 else "rises"
-            course = f"{word} from {_percent(first['recall_covered'])} to" if change else "stays at"
+            course = f"{word} from {percent(first['recall_covered'])} to" if change else "stays at"
             sentence += (
-                f"; {_distance(last)} it {course} {_percent(last['recall_covered'])} over the events with a "
-                f"prediction, of which there are {_percent(last['hint_coverage'])}"
+                f"; {_distance(last)} it {course} {percent(last['recall_covered'])} over the events with a "
+                f"prediction, of which there are {percent(last['hint_coverage'])}"
             )
         elif first["hint_coverage"] is not None and first["hint_coverage"] < 1:
             sentence += (
-                f". It makes a prediction for {_percent(first['hint_coverage'])} of the events; over those, recall is "
-                f"{_percent(first['recall_covered'])}"
+                f". It makes a prediction for {percent(first['hint_coverage'])} of the events; over those, recall is "
+                f"{percent(first['recall_covered'])}"
             )
         findings.append(sentence + ".")
     return findings
@@ -912,7 +890,7 @@ def _recall_picture(trace: Row, rows: Sequence[Row], totals: Sequence[Row], plot
         show_depths(axes)
         axes.set_ylabel("recall over all events")
         axes.set_title("all layers")
-        drawn = [plots.svg(figure, "Lookahead recall by layers ahead", _described(lines, "at the largest distance"))]
+        drawn = [plots.svg(figure, "Lookahead recall by layers ahead", described(lines, "at the largest distance"))]
     nearest = [run[0] for run in _predictions(totals)]
     by_layer = [line for line in (_recall_of_layers(row, rows, lines) for row in nearest) if len(line.x) > 1]
     if by_layer:
@@ -920,7 +898,7 @@ def _recall_picture(trace: Row, rows: Sequence[Row], totals: Sequence[Row], plot
             draw_lines(axes, by_layer)
             show_layers(axes)
             axes.set_title("by target layer, at the nearest distance")
-            drawn.append(plots.svg(figure, "Lookahead recall by layer", _described(by_layer, "in the last layer")))
+            drawn.append(plots.svg(figure, "Lookahead recall by layer", described(by_layer, "in the last layer")))
     caption = (
         f"Simulated, not measured, from trace {trace['trace_id']}. {_scored_steps(totals)}. "
         "Recall: accesses named beforehand ÷ all accesses, events without a prediction counting as missed. The "
@@ -932,7 +910,7 @@ def _recall_picture(trace: Row, rows: Sequence[Row], totals: Sequence[Row], plot
 def _scored_steps(totals: Sequence[Row]) -> str:
     windows = sorted({(row["step_begin"], row["step_end"], row["warm_steps"], row["phase"]) for row in totals})
     return "; ".join(
-        f"Steps {_count(begin)} to {_count(end - 1)}, the first {_count(warm)} not scored, {_phase_text(phase)}"
+        f"Steps {amount(begin)} to {amount(end - 1)}, the first {amount(warm)} not scored, {phase_text(phase)}"
         for begin, end, warm, phase in windows
     )
 
@@ -987,16 +965,16 @@ def _overlap_block(rows: Sequence[Row], traces: dict[str, Row]) -> Block | None:
         if len(pairs) > 1:
             least, most = pairs[0], pairs[-1]
             findings.append(
-                f"Top {size} of each layer, {_phase_text(phase)}: closest are {name(most['trace_id'])} and "
+                f"Top {size} of each layer, {phase_text(phase)}: closest are {name(most['trace_id'])} and "
                 f"{name(most['other_trace_id'])} (Jaccard {most['jaccard_ratio']:.3f}), farthest "
                 f"{name(least['trace_id'])} and {name(least['other_trace_id'])} ({least['jaccard_ratio']:.3f})."
             )
         elif pairs:
             only = pairs[0]
             findings.append(
-                f"Top {size} of each layer, {_phase_text(phase)}: {name(only['trace_id'])} and "
-                f"{name(only['other_trace_id'])} share {_count(only['shared_experts'])} of "
-                f"{_count(only['joint_experts'])} experts (Jaccard {only['jaccard_ratio']:.3f}); two random sets would "
+                f"Top {size} of each layer, {phase_text(phase)}: {name(only['trace_id'])} and "
+                f"{name(only['other_trace_id'])} share {amount(only['shared_experts'])} of "
+                f"{amount(only['joint_experts'])} experts (Jaccard {only['jaccard_ratio']:.3f}); two random sets would "
                 f"share {only['chance_shared_experts']:,.1f}."
             )
     grid = Grid(
@@ -1015,12 +993,12 @@ def _overlap_block(rows: Sequence[Row], traces: dict[str, Row]) -> Block | None:
             [
                 Cell(f"{name(row['trace_id'])} and {name(row['other_trace_id'])}", is_text=True),
                 Cell(row["phase"], is_text=True),
-                Cell(_count(row["top_experts"])),
+                Cell(amount(row["top_experts"])),
                 Cell(
                     "—" if row["jaccard_ratio"] is None else f"{row['jaccard_ratio']:.3f}",
-                    f"{_count(row['shared_experts'])} / {_count(row['joint_experts'])}",
+                    f"{amount(row['shared_experts'])} / {amount(row['joint_experts'])}",
                 ),
-                Cell(_count(row["shared_experts"])),
+                Cell(amount(row["shared_experts"])),
                 Cell(f"{row['chance_shared_experts']:,.1f}"),
             ]
             for row in totals
@@ -1039,59 +1017,11 @@ def _ratio_cell(row: Row | None, name: str, *, is_best: bool = False) -> Cell:
     ratio = COLUMNS[name].ratio
     if row is None or ratio is None:
         return Cell("—")
-    return Cell(_percent(row[name]), f"{_count(row[ratio[0]])} / {_count(row[ratio[1]])}", is_best=is_best)
-
-
-def _count(number: float | None) -> str:
-    if number is None:
-        return "unknown"
-    return f"{number:,.0f}" if number == int(number) else f"{number:,.1f}"
-
-
-def _known(number: int | None) -> str:
-    return "an unknown number" if number is None else _count(number)
-
-
-def _side_by_side(ratio: float | None, other: float | None) -> str:
-    """`61.1 against 63.8 %`, with as many decimals as it takes to tell two different ratios apart."""
-    if ratio is None or other is None:
-        return f"{_percent(ratio)} against {_percent(other)}"
-    decimals = next((n for n in range(1, 6) if f"{100 * ratio:.{n}f}" != f"{100 * other:.{n}f}"), 1)
-    return f"{100 * ratio:.{decimals}f} against {100 * other:.{decimals}f}\N{NARROW NO-BREAK SPACE}%"
-
-
-def _percent(ratio: float | None) -> str:
-    return "—" if ratio is None else f"{100 * ratio:.1f}\N{NARROW NO-BREAK SPACE}%"
+    return Cell(percent(row[name]), f"{amount(row[ratio[0]])} / {amount(row[ratio[1]])}", is_best=is_best)
 
 
 def _percent_of_misses(row: Row) -> str:
-    return _percent(row["misses"] / row["accesses"] if row["accesses"] else None)
-
-
-def _size(size_bytes: float | None) -> str:
-    """Decimal units, as disks and the study count."""
-    if size_bytes is None:
-        return "unknown"
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:,.2f}\N{NARROW NO-BREAK SPACE}{unit}"
-    return f"{size_bytes:,.0f}\N{NARROW NO-BREAK SPACE}B"
-
-
-def _phase_text(phase: str) -> str:
-    return "every phase" if phase == "all" else f"phase {phase}"
-
-
-def _plural(noun: str, number: int) -> str:
-    return noun if number == 1 else f"{noun}s"
-
-
-def _listed(texts: Sequence[str]) -> str:
-    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
-
-
-def _sentence_case(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return percent(row["misses"] / row["accesses"] if row["accesses"] else None)
 
 
 def _middle(values: Sequence[int]) -> int:
@@ -1103,7 +1033,7 @@ def _show_capacities(axes: Axes, rows: Sequence[Row], *, pool_experts: int | Non
 
     def named(capacity: float) -> str:
         if not in_experts:
-            return _size(capacity)
+            return sized(capacity)
         share = f"\n{100 * capacity / pool_experts:.0f} %" if pool_experts else ""
         return f"{capacity:,.0f}{share}"
 
@@ -1135,10 +1065,3 @@ def _draw_reuse(axes: Axes, total: Row) -> list[Line]:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: _WINDOW_NAMES[windows[int(place)]]))
     axes.set_ylabel("share of selections")
     return bars
-
-
-def _described(lines: Sequence[Line], end: str) -> str:
-    """The plot in words, for those who do not see it."""
-    return " ".join(
-        f"{line.label}: from {100 * line.y[0]:.1f} % to {100 * line.y[-1]:.1f} % {end}." for line in lines if line.y
-    )

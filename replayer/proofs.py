@@ -193,7 +193,7 @@ def _content(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
         "bytes",
         f"0 wrong words of 8 bytes ({parts})",
         f"{wrong:,} of {checked // 8:,}",
-        held=wrong == 0 and checked > 0,
+        held=wrong == 0 and checked > 0 if checked or recording.status == "complete" else None,
     )
     if recording.status == "complete":
         expected = f"{expected_digest(recording):016x}"
@@ -230,6 +230,9 @@ def _device_identity(recording: Recording, run: dict[str, Any]) -> Iterator[Proo
     """What was read from the device against what was seen missing right before each read."""
     name, request = "device bytes", recording.request
     found = run["device_bytes"]
+    if recording.after is None:
+        yield Proof(name, "bytes", "counted", "the run ended before it was counted")
+        return
     if found is None:
         yield Proof(name, "bytes", "counted", "this kernel keeps no read_bytes per thread (CONFIG_TASK_IO_ACCOUNTING)")
         return
@@ -267,6 +270,30 @@ def _device_identity(recording: Recording, run: dict[str, Any]) -> Iterator[Proo
         f"{found:,} bytes, {raced:,} pages apart",
         tolerance,
         held=-shared <= raced <= allowed,
+    )
+
+
+def _loaded_alone(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    """Resident bytes of the pool against what this run loaded: another reader would give it hits for nothing."""
+    passes = [(recording.before, recording.after, run["device_bytes"])]
+    if recording.request.warm_pass:
+        passes.append((recording.cold, recording.warm, run["warm_device_bytes"]))
+    if reads_directly(recording.request.owner):
+        passes = [(before, after, 0) for before, after, _ in passes]
+    # Of a last page that the file fills in part, less than a page may be read.
+    slack = int((-recording.pool.file_bytes % recording.page_bytes).sum())
+    free = [
+        after["resident_bytes"] - before["resident_bytes"] - loaded
+        for before, after, loaded in passes
+        if before is not None and after is not None and loaded is not None
+    ]
+    yield Proof(
+        "pool loaded by this run alone",
+        "bytes",
+        "resident bytes grow by what was read at most",
+        f"{max(*free, 0):,} bytes more" if free else "not counted",
+        f"{slack:,} bytes" if slack else "",
+        held=max(free) <= slack if free else None,
     )
 
 
@@ -328,7 +355,8 @@ def _wall_alive(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
         found = {
             counters.parse_single_number(recording.step_text(step, "limit")) for step in range(recording.ended_steps)
         }
-        found.add(counters.parse_single_number(text_of(recording.after, "limit")))
+        if recording.after is not None:
+            found.add(counters.parse_single_number(text_of(recording.after, "limit")))
         yield Proof(
             "wall alive",
             "bytes",
@@ -336,14 +364,11 @@ def _wall_alive(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
             ", ".join(
                 "gone" if size is None else f"{size:,} bytes" for size in sorted(found, key=lambda size: size or 0)
             ),
-            held=found == {expected},
+            held=found == {expected} if found else None,
         )
     places = {recording.step_text(step, "cgroup") for step in range(recording.ended_steps)}
-    places |= {
-        text_of(recording.cold, "cgroup"),
-        text_of(recording.before, "cgroup"),
-        text_of(recording.after, "cgroup"),
-    }
+    snapshots = (recording.cold, recording.before, recording.after)
+    places |= {text_of(snapshot, "cgroup") for snapshot in snapshots if snapshot is not None}
     group = recording.limits.group_path
     same = len(places) == 1 and (
         group is None or all(place is not None and group.encode() in place for place in places)
@@ -375,7 +400,7 @@ def _balloon_alive(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]
         "bytes",
         f"{limits.balloon_bytes:,} bytes locked by the same process after every step",
         f"{lost:,} of {recording.ended_steps:,} steps without",
-        held=lost == 0 and recording.ended_steps > 0,
+        held=lost == 0 if recording.ended_steps else None,
     )
     if limits.balloon_machine_locked_bytes is not None and least is not None:
         # Each processor keeps a batch of small pages back before it counts them.
@@ -391,15 +416,16 @@ def _balloon_alive(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]
 
 
 def _no_oom_no_swap(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
-    kills = between(recording, "vmstat", counters.parse_flat, lambda stat: stat.get("oom_kill"))
+    machine = between(recording, "vmstat", counters.parse_flat, lambda stat: stat.get("oom_kill"))
     group = recording.group_oom_kills
-    known = [number for number in (kills, group) if number is not None]
+    # Where a group holds all of a run, a kill elsewhere on the machine is somebody else's.
+    counted = machine if group is None else group
     yield Proof(
         "no out-of-memory kill",
         "bytes",
-        "0",
-        "not counted here" if not known else f"{sum(known)} (machine {kills}, group {group})",
-        held=sum(known) == 0 if known else None,
+        "0 in the run's group" if group is not None else "0 on the machine",
+        "not counted here" if counted is None else f"{counted} (machine {machine}, group {group})",
+        held=None if counted is None else counted == 0,
     )
     swapped = [
         between(recording, "vmstat", counters.parse_flat, lambda stat, name=name: stat.get(name))
@@ -515,6 +541,7 @@ _OF_MEASURED: tuple[Callable[[Recording, dict[str, Any]], Iterator[Proof]], ...]
     _bytes_returned,
     _content,
     _device_identity,
+    _loaded_alone,
     _within_wall,
     _wall_alive,
     _balloon_alive,

@@ -167,6 +167,10 @@ def _check_room(recording: Recording) -> None:
     request = recording.request
     if (request.capacity_bytes is None) != (request.mechanism == "none"):
         raise UnusableReplay("--mechanism none takes no --capacity, cgroup and balloon need one; say both or neither")
+    if request.outer_group_bytes is not None and request.mechanism != "balloon":
+        raise UnusableReplay(
+            f"--machine-bytes with mechanism {request.mechanism}, wanted balloon: that group would limit the reader too"
+        )
     if request.capacity_bytes is None or request.allow_thrash or reads_directly(request.owner):
         return
     largest = int(recording.pool.object_bytes[np.unique(recording.walk.objects)].max())
@@ -303,16 +307,16 @@ def _record(recording: Recording, arena: Arena, storage: Storage, progress: Prog
     recording.pool_files_before = _pool_files(recording.pool)
     recording.machine_before = machine_row(storage)
     with contextlib.ExitStack() as stack:
-        group = outer = None
-        if request.mechanism == "cgroup" or request.outer_group_bytes is not None:
-            controller = find_memory_controller()
-            walled = request.mechanism == "cgroup"
-            group = stack.enter_context(memory_group(controller, "wall" if walled else "machine"))
-            if request.outer_group_bytes is not None:
-                outer = group
-                outer.set_limit_bytes(request.outer_group_bytes)
-        child = stack.enter_context(_Child(recording, arena, storage, group))
+        group = outer = child = None
         try:
+            if request.mechanism == "cgroup" or request.outer_group_bytes is not None:
+                controller = find_memory_controller()
+                walled = request.mechanism == "cgroup"
+                group = stack.enter_context(memory_group(controller, "wall" if walled else "machine"))
+                if request.outer_group_bytes is not None:
+                    outer = group
+                    outer.set_limit_bytes(request.outer_group_bytes)
+            child = stack.enter_context(_Child(recording, arena, storage, group))
             ready = child.expect("ready")
             _note_own_memory(recording, ready, group)
             balloon = _limit(recording, group, outer, stack)
@@ -329,7 +333,8 @@ def _record(recording: Recording, arena: Arena, storage: Storage, progress: Prog
             done = child.expect("done", progress=progress, what="measured pass")
             recording.after, recording.span = done["after"], done["span"]
         except KeyboardInterrupt:
-            child.stop()
+            if child is not None:
+                child.stop()
             recording.status, recording.failure = "interrupted", f"interrupted {_where(recording)}"
         except _Ended as ended:
             recording.status, recording.failure = ended.status, ended.message
@@ -464,7 +469,11 @@ class _Child:
             # Ctrl-C at the terminal is for this process, which then stops the other one and marks the run.
             process_group=0,
         )
-        self.tell(json.dumps(self._spec(storage)))
+        try:
+            self.tell(json.dumps(self._spec(storage)))
+        except BaseException:
+            self.__exit__()
+            raise
 
     def _spec(self, storage: Storage) -> dict[str, Any]:
         recording, request = self.recording, self.recording.request

@@ -10,6 +10,7 @@ import polars as pl
 import pyarrow.parquet as pq
 
 from replayer.accounting import Request
+from replayer.capacity import remove_leftovers
 from replayer.command import Parser, byte_size, count, steps
 from replayer.pool import read_pool
 from replayer.quantities import format_bytes
@@ -103,6 +104,8 @@ def _replay(arguments: argparse.Namespace) -> int:
         allow_unsuitable=arguments.allow_unsuitable,
     )
     trace, pool = read_trace(arguments.trace), read_pool(arguments.pool)
+    for leftover in remove_leftovers():
+        print(f"replayer: {leftover}", file=sys.stderr)
     documents = []
     valid = True
     for repeat in range(arguments.repeat):

@@ -26,7 +26,13 @@ def dictionary() -> str:
 
 
 def _row(column: Column) -> str:
-    types = {pl.String: "text", pl.Int64: "integer", pl.Float64: "real", pl.Boolean: "boolean"}
+    types = {
+        pl.String: "text",
+        pl.Int64: "integer",
+        pl.UInt32: "integer",
+        pl.Float64: "real",
+        pl.Boolean: "boolean",
+    }
     values = f"; one of {', '.join(column.values)}" if column.values else ""
     return f"| `{column.name}` | {types[column.dtype]} | {column.unit or ''} | {column.description}{values} |"  # type: ignore[index]
 

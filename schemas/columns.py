@@ -14,8 +14,8 @@ import polars as pl
 class Column:
     """A column as every table that has it means it.
 
-    `ratio` names the (numerator, denominator) columns a derived ratio must stand beside. `values` closes the set of
-    allowed strings. `unit` is null where the column is no quantity.
+    `ratio` names the (numerator, denominator) columns a derived ratio must stand beside; it is a share, from 0 to 1,
+    unless `may_exceed_one`. `values` closes the set of allowed strings. `unit` is null where the column is no quantity.
     """
 
     name: str
@@ -23,6 +23,7 @@ class Column:
     description: str
     unit: str | None = None
     ratio: tuple[str, str] | None = None
+    may_exceed_one: bool = False
     values: tuple[str, ...] | None = None
     minimum: int | float | None = None
 
@@ -53,9 +54,13 @@ def _count(name: str, description: str, unit: str | None = None) -> Column:
     return Column(name, pl.Int64, description, unit=unit, minimum=0)
 
 
-def _ratio(name: str, numerator: str, denominator: str, description: str) -> Column:
+def _ratio(name: str, numerator: str, denominator: str, description: str, *, may_exceed_one: bool = False) -> Column:
     return Column(
-        name, pl.Float64, f"{description} = {numerator} ÷ {denominator}; null if 0 ÷ 0", ratio=(numerator, denominator)
+        name,
+        pl.Float64,
+        f"{description} = {numerator} ÷ {denominator}; null if 0 ÷ 0",
+        ratio=(numerator, denominator),
+        may_exceed_one=may_exceed_one,
     )
 
 
@@ -353,8 +358,20 @@ _DEFINITIONS = [
         "byte",
     ),
     _count("resident_miss_bytes", "the same of a capacity of resident_median_bytes", "byte"),
-    _ratio("amplification_nominal", "device_bytes", "nominal_miss_bytes", "device bytes per simulated miss byte"),
-    _ratio("amplification_resident", "device_bytes", "resident_miss_bytes", "device bytes per simulated miss byte"),
+    _ratio(
+        "amplification_nominal",
+        "device_bytes",
+        "nominal_miss_bytes",
+        "measured device bytes per byte that a simulated LRU of capacity_bytes misses",
+        may_exceed_one=True,
+    ),
+    _ratio(
+        "amplification_resident",
+        "device_bytes",
+        "resident_miss_bytes",
+        "measured device bytes per byte that a simulated LRU of resident_median_bytes misses",
+        may_exceed_one=True,
+    ),
     _count(
         "interval_ns",
         "the measured pass by the clock of the thread that started it, checks between steps included",

@@ -70,6 +70,142 @@ class Simulation(_Document):
     results: list[SimulatedResult]
 
 
+class ReplayedRun(_Document):
+    """`replayer replay --json`, and an element of its list under `--repeat`: a row of replay_run, and its proofs."""
+
+    class Proof(_Document):
+        """A row of replay_proof; `held` is null if the proof could not be made."""
+
+        run_id: str
+        name: str
+        spoils: Literal["bytes", "time"]
+        expected: str
+        found: str
+        tolerance: str
+        held: bool | None
+
+    run_id: str
+    started_at: str
+    condition_hash: str
+    trace_id: str
+    pool_id: str
+    machine_id: str
+    replayer_version: str
+    status: Literal["complete", "interrupted", "failed", "killed"]
+    failure: str | None
+    bytes_valid: bool
+    bytes_reasons: str
+    time_valid: bool
+    time_reasons: str
+    thrash: bool
+    owner: Literal["page_cache", "restream"]
+    mechanism: Literal["cgroup", "balloon", "none"]
+    mechanism_detail: str | None
+    fadvise: Literal["random", "normal"]
+    destination: Literal["cpu", "cuda", "none"]
+    threads: int
+    observe: Literal["none", "sample", "every"]
+    residency_counter: Literal["cachestat", "mincore"] | None
+    verify: Literal["edges", "all"]
+    repeat: int
+    step_begin: int
+    step_end: int
+    access_order: Literal["router", "ascending", "descending", "random"]
+    warm_pass: bool
+    capacity_bytes: int | None
+    headroom_bytes: int
+    own_anonymous_bytes: int | None
+    own_kernel_bytes: int | None
+    wall_bytes: int | None
+    enforced_bytes: int | None
+    balloon_bytes: int | None
+    outer_group_bytes: int | None
+    cold_resident_bytes: int | None
+    resident_median_bytes: int | None
+    resident_max_bytes: int | None
+    replayed_steps: int
+    events: int
+    selections: int
+    accesses: int
+    union_ratio: float | None
+    demand_bytes: int
+    reads: int | None
+    returned_bytes: int | None
+    observed_accesses: int | None
+    native_hits: int | None
+    native_partial_hits: int | None
+    native_misses: int | None
+    native_hit_rate: float | None
+    missing_bytes: int | None
+    device_bytes: int | None
+    device_bytes_counter: str | None
+    warm_device_bytes: int | None
+    own_fault_bytes: int | None
+    overshoot_bytes: int | None
+    raced_pages: int | None
+    neighbor_bytes: int | None
+    nominal_miss_bytes: int | None
+    amplification_nominal: float | None
+    resident_miss_bytes: int | None
+    amplification_resident: float | None
+    interval_ns: int | None
+    wall_ns: int | None
+    check_ns: int | None
+    step_median_ns: int | None
+    stall_ns: int | None
+    stall_median_ns: int | None
+    stall_p99_ns: int | None
+    observe_ns: int | None
+    verify_ns: int | None
+    cpu_ns: int | None
+    consumed_digest: str | None
+    checked_bytes: int | None
+    proofs: list[Proof]
+
+
+class _Pool(_Document):
+    pool_id: str
+    folder: str
+    layout: Literal["per_expert", "per_layer", "stacked"]
+    content: str | None
+    alignment_bytes: int
+    moe_layers: int
+    pool_experts: int
+    pool_bytes: int
+    files: int
+    file_bytes: int
+    filesystem: str
+    device: str | None
+    storage_kind: str
+    suitable_storage: bool
+    storage_reason: str
+    unsuitable_storage_when_built: str | None
+
+
+class BuiltPool(_Pool):
+    """`replayer pool build --json`; `kept_bytes` were there from an earlier build."""
+
+    kept_bytes: int
+    written_bytes: int
+
+
+class VerifiedPool(_Pool):
+    """`replayer pool verify --json`."""
+
+    class Check(_Document):
+        """What one check wanted of the files, and found."""
+
+        name: str
+        wanted: str
+        found: str
+        held: bool
+
+    content_checked: Literal["none", "sampled", "all"]
+    seed: int
+    holds: bool
+    checks: list[Check]
+
+
 class RunSummary(_Document):
     """`expert-tier run --json`."""
 
@@ -79,6 +215,13 @@ class RunSummary(_Document):
     report: str
 
 
+class Demonstration(RunSummary):
+    """`expert-tier demo --json`; `replay_skipped` says why there is no native run, null if there is one."""
+
+    replays: list[ReplayedRun]
+    replay_skipped: str | None
+
+
 class Relation(_Document):
     """An element of the list that `expert-tier query --list --format json` prints."""
 
@@ -86,3 +229,31 @@ class Relation(_Document):
     kind: Literal["table", "view"]
     comment: str | None
     rows: int | None
+
+
+class Probe(_Document):
+    """`replayer probe --json`: `machine` is a row of that table; `bandwidth` is null if it was not asked for."""
+
+    class Capability(_Document):
+        """`available` null means unknown; `remedy` says what would enable it, null if nothing."""
+
+        group: str
+        name: str
+        available: bool | None
+        found: str
+        remedy: str | None
+
+    class Bandwidth(_Document):
+        """`device_bytes` is what the kernel fetched from a device, null if it does not count it."""
+
+        read_bytes: int
+        device_bytes: int | None
+        elapsed_ns: int
+        reads: int
+        threads: int
+        method: str
+
+    folder: str
+    machine: dict[str, str | int | bool | None]
+    capabilities: list[Capability]
+    bandwidth: Bandwidth | None

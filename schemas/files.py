@@ -31,6 +31,10 @@ class DataFolder:
         return self.root / "traces"
 
     @property
+    def pools(self) -> Path:
+        return self.root / "pools"
+
+    @property
     def results(self) -> Path:
         return self.root / "results"
 
@@ -48,6 +52,14 @@ class DataFolder:
     def result_file(self, table: str, partition: str) -> Path:
         """`partition` is a trace_id, or `all` for a table over several traces."""
         return self.results / table / partition / "part.parquet"
+
+    def pool_folder(self, trace_id: str) -> Path:
+        """Where the pool of a trace is built unless somebody names another place."""
+        return self.pools / trace_id
+
+    def run_file(self, table: str, trace_id: str, run_id: str) -> Path:
+        """Rows of one native replay; those of `pool` and `machine` are a `result_file` by their own id."""
+        return self.results / table / trace_id / f"{run_id}.parquet"
 
     def trace_ids(self) -> list[str]:
         """Ids of the canonical traces that are here, sorted."""

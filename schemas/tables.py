@@ -223,3 +223,6 @@ _TABLES = [
 ]  # fmt: skip
 
 TABLES: dict[str, Table] = {table.name: table for table in _TABLES}
+
+REPLAY_TABLES = ("replay_run", "replay_step", "replay_layer", "replay_proof", "pool", "machine")
+"""What a native replay writes, the row that makes a run exist among them; the other tables come from analyses."""

@@ -30,8 +30,7 @@ def _column_checks(column: Column) -> list[pa.Check]:
     if column.minimum is not None:
         checks.append(pa.Check.ge(column.minimum))
     if column.ratio is not None:
-        # Every ratio here is a part of a whole except union_ratio under dedup none, which is exactly 1.
-        checks.append(pa.Check.in_range(0, 1))
+        checks.append(pa.Check.ge(0) if column.may_exceed_one else pa.Check.in_range(0, 1))
     return checks
 
 

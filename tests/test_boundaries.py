@@ -50,9 +50,16 @@ def test_the_replayer_runs_with_dagster_and_duckdb_unimportable():
     assert "simulate" in done.stdout
 
 
-@pytest.mark.parametrize("module", ["pipeline.canonical", "pipeline.locality", "pipeline.lookahead", "pipeline.report"])
+@pytest.mark.parametrize(
+    "module",
+    ["pipeline.canonical", "pipeline.locality", "pipeline.lookahead", "pipeline.replays", "pipeline.report"],
+)
 def test_pure_modules_do_not_load_dagster(module):
     assert "dagster" not in loaded_by(f"import {module}")
+
+
+def test_the_command_line_loads_what_only_some_commands_need_with_those():
+    assert not {"torch", "dagster", "matplotlib"} & loaded_by("import pipeline.cli")
 
 
 def test_the_sample_package_does_not_load_torch():

@@ -1,16 +1,30 @@
 """The command lines as their users meet them: documents, exit codes, one line per error."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 from pydantic import TypeAdapter
 
-from pipeline import cli
+from pipeline import cli, replays
 from replayer import cli as replayer_cli
-from schemas.documents import IngestedTrace, Inspection, Relation, RunSummary, Simulation
+from replayer.machine import storage_of
+from schemas.documents import (
+    BuiltPool,
+    Demonstration,
+    IngestedTrace,
+    Inspection,
+    Relation,
+    ReplayedRun,
+    RunSummary,
+    Simulation,
+    VerifiedPool,
+)
+from schemas.tables import TABLES
 from tests.raw_dumps import npz_dump, random_routes, route_csv_dump
 
 ROOT = Path(__file__).parents[1]
@@ -98,6 +112,99 @@ def test_simulate_prints_one_document_whose_rows_carry_their_contract(capsys, tm
     assert {row.capacity_bytes for row in document.results} == {2 * 3 * 64, 4 * 3 * 64}
     status, out, _ = replayer(capsys, "simulate", one["path"], "--capacity", "1KiB", "--scope", "global")
     assert "1.00 KiB" in out
+
+
+@pytest.fixture
+def pool(capsys, tmp_path, dump) -> tuple[Path, Path]:
+    """(a trace, a pool built for it by the command), where the tests' folder is on a disk."""
+    storage = storage_of(tmp_path)
+    if not storage.suitable:
+        pytest.skip(f"{tmp_path} is on {storage.filesystem}: {storage.reason}")
+    (one,) = json.loads(expert_tier(capsys, "ingest", dump, "--data", tmp_path / "d", "--json")[1])
+    folder = tmp_path / "pool"
+    status, out, err = replayer(
+        capsys, "pool", "build", "--trace", one["path"], "--layout", "per-layer", "--out", folder, "--json"
+    )
+    assert (status, err) == (0, "")
+    built = BuiltPool.model_validate_json(out)
+    assert (built.layout, built.pool_experts, built.pool_bytes) == ("per_layer", 48, 48 * 64)
+    assert (built.kept_bytes, built.written_bytes) == (0, built.file_bytes)
+    return Path(one["path"]), folder
+
+
+def test_pool_verify_prints_one_document_whatever_it_finds(capsys, pool):
+    _, folder = pool
+    status, out, _ = replayer(capsys, "pool", "verify", folder, "--json")
+    found = VerifiedPool.model_validate_json(out)
+    assert (status, found.holds) == (0, True)
+    file = next(folder.rglob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-8])
+    status, out, _ = replayer(capsys, "pool", "verify", folder, "--content", "all", "--json")
+    found = VerifiedPool.model_validate_json(out)
+    assert (status, found.holds) == (1, False)
+    assert not all(check.held for check in found.checks)
+
+
+def test_replay_prints_its_row_and_proofs_and_a_list_of_them_when_repeated(capsys, pool, tmp_path):
+    trace, folder = pool
+    asked = [
+        "--pool",
+        folder,
+        "--device",
+        "none",
+        "--steps",
+        "0:5",
+        "--wait",
+        "600",
+        "--data",
+        tmp_path / "d",
+        "--json",
+    ]
+    status, out, err = replayer(capsys, "replay", trace, *asked)
+    assert (status, err) == (0, "")
+    run = ReplayedRun.model_validate_json(out)
+    assert run.bytes_valid
+    assert (run.step_begin, run.step_end, run.mechanism, run.capacity_bytes) == (0, 5, "none", None)
+    assert {proof.run_id for proof in run.proofs} == {run.run_id}
+    status, out, _ = replayer(capsys, "replay", trace, *asked, "--repeat", "2", "--owner", "restream", "--cold")
+    twice = TypeAdapter(list[ReplayedRun]).validate_json(out)
+    assert [one.repeat for one in twice] == [0, 1]
+    assert twice[0].condition_hash == twice[1].condition_hash != run.condition_hash
+    assert len(list((tmp_path / "d" / "results" / "replay_run").rglob("*.parquet"))) == 3
+
+
+def test_the_document_of_a_run_is_its_row_with_the_proofs():
+    table = TABLES["replay_run"]
+    assert list(ReplayedRun.model_fields) == [*table.column_names, "proofs"]
+    for column in table.columns:
+        annotation = ReplayedRun.model_fields[column.name].annotation
+        nullable = column.ratio is not None or column.name in table.nullable
+        assert (type(None) in get_args(annotation)) == nullable, column.name
+        if column.values is not None:
+            literal = next(one for one in (annotation, *get_args(annotation)) if get_origin(one) is Literal)
+            assert get_args(literal) == column.values, column.name
+    assert list(ReplayedRun.Proof.model_fields) == list(TABLES["replay_proof"].column_names)
+
+
+def test_the_demo_replays_natively_and_prints_one_document_or_says_why_not(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "_DEMO_CONDITIONS", dataclasses.replace(cli._DEMO_CONDITIONS, wait_s=600))
+    status, out, err = expert_tier(capsys, "demo", "--data", tmp_path / "d", "--json")
+    assert (status, err) == (0, "")
+    found = Demonstration.model_validate_json(out)
+    assert found.tables["hit_rate"] > 0
+    assert found.tables["replay_run"] == len(found.replays)
+    assert (found.replay_skipped is None) == storage_of(tmp_path).suitable
+    monkeypatch.setattr(cli, "_materialize", lambda data, ids, between: between() or {"traces": ids})
+    monkeypatch.setattr(cli, "_answer", lambda data, done: [])
+    refusal = "a file system in memory"
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise replays.ReplayFailed(refusal)
+
+    monkeypatch.setattr(cli, "pool_of", refuse)
+    status, out, err = expert_tier(capsys, "demo", "--data", tmp_path / "d")
+    assert (status, err) == (0, "")
+    assert f"no native replay: {refusal}" in out
 
 
 ERRORS = [

@@ -12,7 +12,8 @@ import pytest
 
 from pipeline.report import curve_png, locality_png, recall_png, render_report, write_report
 from schemas.tables import TABLES
-from tests.test_warehouse import valid_row, write_result
+from tests.table_rows import ROWS
+from tests.test_warehouse import run_row, valid_row, write_result
 from warehouse.build import QueryFailed, WarehouseMissing, build_warehouse
 
 TRACE_ID = "tiny-0123456789ab"
@@ -445,8 +446,134 @@ def test_empty_ratios_are_dashes_and_not_zeros():
 def test_what_the_numbers_are_not_is_always_said():
     for page in (render_report(tables()), render_report(tables(trace=[]))):
         shown = text_of(page)
+        assert "none was measured on a machine" in shown
         assert "They are not measured bytes." in shown
         assert "There is no native replay in this report yet" in shown
+        assert "There is none yet, so nothing on this page was measured; make one with replayer pool build" in shown
+    measured = words(replay_run=[native("one")])
+    assert "Outside the section on native replays they are not measured bytes." in measured
+    assert "A native replay reads a synthetic pool and computes nothing" in measured
+    assert "There is no native replay" not in measured
+    assert "none was measured" not in measured
+
+
+def native(run_id: str, **values: object) -> dict[str, object]:
+    known = {
+        "trace_id": TRACE_ID, "condition_hash": "hash", "machine_id": "machine-1", "pool_id": "pool-1",
+        "mechanism_detail": "cgroup v1", "fadvise": "random", "warm_pass": True, "step_begin": 0, "step_end": 200,
+        "capacity_bytes": 4 * 10**6, "enforced_bytes": 4 * 10**6, "resident_median_bytes": 39 * 10**5,
+        "demand_bytes": 10**8, "device_bytes": 55 * 10**6, "nominal_miss_bytes": 40 * 10**6,
+        "resident_miss_bytes": 50 * 10**6, "stall_median_ns": 2 * 10**6, "stall_p99_ns": 9 * 10**6,
+    }  # fmt: skip
+    return run_row(run_id, **{**known, **values})
+
+
+def proofs(run_id: str, *held: bool | None) -> list[dict[str, object]]:
+    table = TABLES["replay_proof"]
+    return [valid_row(table, run_id=run_id, name=str(number), held=one) for number, one in enumerate(held)]
+
+
+@pytest.mark.parametrize(
+    ("device", "verdict"),
+    [
+        ((55,), "50.00 MB (simulated): 10.0 % more than simulated."),
+        ((45,), "50.00 MB (simulated): 10.0 % less than simulated."),
+        ((50,), "50.00 MB (simulated), just as much."),
+        ((55, 56), "100.00 MB (simulated): 11.0 % more than simulated."),
+        ((45, 40), "100.00 MB (simulated): 15.0 % less than simulated."),
+        ((45, 56), "100.00 MB (simulated): no difference beyond the spread of its runs."),
+        ((50, 56), "100.00 MB (simulated): no difference beyond the spread of its runs."),
+    ],
+)
+def test_the_sentence_on_a_native_condition_flips_with_its_runs(device, verdict):
+    runs = [native(f"run {number}", device_bytes=bytes_ * 10**6) for number, bytes_ in enumerate(device)]
+    shown = words(replay_run=runs)
+    together = "" if len(device) == 1 else f"in {len(device)} runs together "
+    assert (
+        f"page_cache at 4.00 MB, cgroup v1, steps 0 to 199: the device delivered {sum(device)}.00 MB of "
+        f"{100 * len(device)}.00 MB demanded {together}(measured); an LRU of the measured residency misses {verdict}"
+    ) in shown
+
+
+def test_native_runs_without_a_limit_a_counterpart_or_a_counter_say_so():
+    unlimited = {
+        "mechanism": "none", "mechanism_detail": None, "capacity_bytes": None, "enforced_bytes": None,
+        "nominal_miss_bytes": None, "device_bytes": 0, "resident_miss_bytes": 0,
+    }  # fmt: skip
+    shown = words(replay_run=[native("one", **unlimited)])
+    assert "page_cache at no limit, no memory limit, steps 0 to 199: the device delivered 0 B of 100.00 MB" in shown
+    assert "misses 0 B (simulated), just as much." in shown
+    direct = native("one", owner="restream", device_bytes=10**8, resident_miss_bytes=None)
+    assert "the device delivered 100.00 MB of 100.00 MB demanded (measured)." in words(replay_run=[direct])
+    uncounted = native("one", device_bytes=None)
+    assert "the kernel counts no device bytes of a process here." in words(replay_run=[uncounted])
+
+
+def test_repeated_runs_are_shown_as_median_and_range_and_ratios_as_sums():
+    runs = [native(str(number), device_bytes=size * 10**6) for number, size in enumerate((51, 60, 54))]
+    shown = words(replay_run=runs)
+    assert "54.00 MB 51.00 MB to 60.00 MB" in shown
+    assert "1.375 165.00 MB / 120.00 MB 1.100 165.00 MB / 150.00 MB" in shown
+    assert "50.0 % 60 / 120 3 of 3 2.000 ms 9.000 ms" in shown
+
+
+def test_times_that_are_not_valid_are_left_out():
+    shown = words(replay_run=[native("one", time_valid=False)])
+    assert "0 of 1 — —" in shown
+    assert "9.000 ms" not in shown
+
+
+def test_quarantined_runs_are_counted_with_their_reasons_and_enter_nothing_else():
+    bad = native("bad", bytes_valid=False, bytes_reasons=f"no swap: found 3 {HOSTILE}", device_bytes=99 * 10**6)
+    both = tables(
+        replay_run=[native("good"), bad], replay_proof=proofs("good", True, True) + proofs("bad", True, False, None)
+    )
+    page = render_report(both)
+    shown = text_of(page).replace(SPACE, " ")
+    assert "2 native runs, 1 of them quarantined. 4 of 5 proofs held." not in shown
+    assert "2 native runs, 1 of them quarantined. 3 of 4 proofs held." in shown
+    assert f"bad (page_cache, 4.00 MB, trace {TRACE_ID}): no swap: found 3 <script>" in shown
+    assert "<script" not in page
+    assert "99.00 MB" not in shown
+    clean = words(replay_run=[native("good")], replay_proof=proofs("good", True))
+    assert "1 native run, 0 of them quarantined. 1 of 1 proofs held." in clean
+    assert "Quarantined:" not in clean
+    many = words(replay_run=[native(str(number), bytes_valid=False) for number in range(23)])
+    assert "and 3 more, in the view quarantined_runs" in many
+    assert "Trace tiny" not in many
+
+
+def test_measured_points_lie_over_the_simulated_line_of_the_same_passes_only():
+    runs = [
+        native("one"),
+        native("two", capacity_bytes=8 * 10**6, resident_median_bytes=78 * 10**5, device_bytes=2 * 10**7),
+        native("three", step_end=50),
+        native("bad", bytes_valid=False, device_bytes=10**8),
+    ]  # fmt: skip
+    page = render_report(tables(replay_run=runs))
+    plots = re.findall(r'<svg class="plot".*?</svg>', page, flags=re.DOTALL)
+    assert len(plots) == 2
+    assert "page_cache, measured: from 55.0 % to 20.0 % at the most memory." in "".join(plots)
+    assert "page_cache, measured: from 55.0 % to 55.0 % at the most memory." in "".join(plots)
+    caption = text_of(page).replace(SPACE, " ")
+    assert (
+        f"Trace {TRACE_ID}, steps 0 to 49, after a warm pass; steps 0 to 199, after a warm pass. Points are" in caption
+    )
+    assert "--mechanism cgroup --capacity 8000000 --device cpu --steps 0:200 --data data && expert-tier run" in caption
+    outline_of(page)
+
+
+def test_machines_and_pools_of_valid_runs_get_a_line_each():
+    rows = {"machine": [ROWS["machine"], {**ROWS["machine"], "machine_id": "unused"}], "pool": [ROWS["pool"]]}
+    shown = words(replay_run=[native("one")], **rows)
+    assert (
+        "machine-1: aarch64, 2 processors (unnamed), 17.18 GB of memory in pages of 65,536 bytes, kernel 6.18.0 "
+        "(none), MGLRU absent, DAMON absent, pool on ext4 on nvme0n1"
+    ) in shown
+    assert (
+        "pool-1: 16 experts of 2 layers, 1.60 kB in 2 files, per-layer, aligned to 4,096 bytes, synthetic_v1" in shown
+    )
+    assert "unused" not in shown
 
 
 def test_without_traces_the_page_says_what_to_do():

@@ -3,6 +3,7 @@
 import polars as pl
 import pytest
 
+from schemas import validation
 from schemas.columns import COLUMNS
 from schemas.tables import TABLES
 from schemas.trace import TraceMetadata, UserMetadata
@@ -16,12 +17,15 @@ BANNED = ("_mb", "_gb", "_pct", "_percent", "_ms", "_us", "_index")
 def test_every_column_says_what_it_is_with_a_unit_where_its_name_ends_in_one(column):
     assert len(column.description) >= 10
     assert not column.name.endswith(BANNED)
-    if "bytes" in column.name:
+    if "bytes" in column.name and column.dtype == pl.Int64:
         assert column.unit == "byte"
+    if column.name.endswith("_ns"):
+        assert column.unit == "ns"
     if column.name.endswith(("_rate", "_ratio", "_share")):
         assert column.ratio is not None
     if column.ratio is not None:
         assert column.dtype == pl.Float64
+        assert column.name.startswith("amplification_") == column.may_exceed_one
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
@@ -29,6 +33,23 @@ def test_every_ratio_stands_beside_its_numerator_and_denominator(table):
     for column in table.columns:
         if column.ratio is not None:
             assert set(column.ratio) <= set(table.column_names), column.name
+
+
+def test_a_ratio_of_measured_to_simulated_bytes_may_exceed_one_and_no_share_may():
+    run = ROWS["replay_run"]
+    twice = {**run, "device_bytes": 3000, "amplification_nominal": 2.0, "amplification_resident": 1.875}
+    assert validate_table(TABLES["replay_run"].frame([twice]), TABLES["replay_run"]).height == 1
+    step = {**ROWS["replay_step"], "native_hits": 8, "native_partial_hits": -3, "native_misses": -1}
+    with pytest.raises(ContractViolation, match="native_hit_rate"):
+        validate_table(TABLES["replay_step"].frame([{**step, "native_hit_rate": 2.0}]), TABLES["replay_step"])
+
+
+def test_sums_are_held_only_where_all_parts_are_known():
+    step = TABLES["replay_step"]
+    unknown = {**ROWS["replay_step"], "simulated_hits": None, "simulated_misses": None}
+    assert validate_table(step.frame([unknown]), step).height == 1
+    with pytest.raises(ContractViolation, match="simulated_hits"):
+        validate_table(step.frame([{**ROWS["replay_step"], "simulated_hits": 4}]), step)
 
 
 def test_every_column_belongs_to_a_table_or_the_trace():
@@ -44,36 +65,56 @@ def test_a_sound_row_passes(name):
     assert validate_table(table.frame([]), table).height == 0
 
 
-def _broken_frames(name):
-    """(what is broken, frame) for one table: each minimally wrong."""
-    table, row = TABLES[name], ROWS[name]
-    good = table.frame([row])
+def _minimally_broken(name):
+    """(what is broken, frame) for one table: each wrong in one thing."""
+    table = TABLES[name]
+    good = table.frame([ROWS[name]])
     yield "a missing column", good.drop(table.column_names[-1])
     yield "an extra column", good.with_columns(pl.lit(1).alias("extra"))
     yield "another order", good.select(reversed(good.columns))
     yield "a repeated key", pl.concat([good, good])
-    for column in table.columns:
-        if column.name not in table.nullable and column.ratio is None:
-            yield f"null {column.name}", good.with_columns(pl.lit(None, column.dtype).alias(column.name))
-        if column.values is not None:
-            yield f"unknown {column.name}", good.with_columns(pl.lit("nonsense").alias(column.name))
-        if column.minimum is not None:
-            yield f"negative {column.name}", good.with_columns(pl.lit(-1, column.dtype).alias(column.name))
-        if column.ratio is not None:
-            yield f"wrong {column.name}", good.with_columns(pl.lit(0.123456).alias(column.name))
-            yield f"NaN {column.name}", good.with_columns(pl.lit(float("nan")).alias(column.name))
-        other = pl.lit(1) if column.dtype == pl.Boolean else pl.lit(value=True)
-        yield f"type of {column.name}", good.with_columns(other.alias(column.name))
     for total, _ in table.sums:
         yield f"sum {total}", good.with_columns(pl.col(total) + 1)
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_check_of_a_table_can_fail(name):
-    for what, frame in _broken_frames(name):
+def test_every_check_of_a_whole_table_can_fail(name):
+    for what, frame in _minimally_broken(name):
         with pytest.raises(ContractViolation):
             validate_table(frame, TABLES[name])
             raise AssertionError(f"{name} passed with {what}")
+
+
+def _breaks(column, nullable):
+    """(what is broken, value) for one column."""
+    if not nullable:
+        yield "null", pl.lit(None, column.dtype)
+    if column.values is not None:
+        yield "unknown", pl.lit("nonsense")
+    if column.minimum is not None:
+        yield "negative", pl.lit(-1, column.dtype)
+    if column.ratio is not None:
+        yield "wrong", pl.lit(0.123456)
+        yield "NaN", pl.lit(float("nan"))
+    yield "type", pl.lit(1) if column.dtype == pl.Boolean else pl.lit(value=True)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_check_of_a_column_can_fail(name, monkeypatch):
+    # All columns are broken in one way at once, for speed: each has to be named, with what is wrong.
+    monkeypatch.setattr(validation, "MAX_FAILURES_SHOWN", 10_000)
+    table = TABLES[name]
+    breaks = {}
+    for column in table.columns:
+        for what, value in _breaks(column, column.ratio is not None or column.name in table.nullable):
+            breaks.setdefault(what, {})[column.name] = value
+    for what, values in breaks.items():
+        with pytest.raises(ContractViolation) as raised:
+            validate_table(table.frame([ROWS[name]]).with_columns(**values), table)
+        faults = [fault.partition(": ") for fault in str(raised.value).removeprefix(f"{name}: ").split("; ")]
+        of_columns = {column for column, _, _ in faults}
+        of_ratios = {check.split(" = ")[0] for _, _, check in faults}
+        assert set(values) <= (of_ratios if what == "wrong" else of_columns | of_ratios), what
 
 
 def test_metadata_with_unequal_lengths_are_refused():

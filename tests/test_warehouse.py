@@ -31,7 +31,13 @@ from warehouse.build import (
 )
 
 ROOT = Path(build.__file__).parents[1]
-DUCKDB_TYPES = {pl.String: "VARCHAR", pl.Int64: "BIGINT", pl.Float64: "DOUBLE", pl.Boolean: "BOOLEAN"}
+DUCKDB_TYPES = {
+    pl.String: "VARCHAR",
+    pl.Int64: "BIGINT",
+    pl.UInt32: "UINTEGER",
+    pl.Float64: "DOUBLE",
+    pl.Boolean: "BOOLEAN",
+}
 
 
 def valid_row(table: Table, **values: object) -> dict[str, object]:
@@ -52,7 +58,7 @@ def valid_row(table: Table, **values: object) -> dict[str, object]:
     for column in table.columns:
         if column.ratio is not None:
             numerator, denominator = (row[name] for name in column.ratio)
-            row[column.name] = numerator / denominator if denominator else None
+            row[column.name] = numerator / denominator if denominator and numerator is not None else None
     return row
 
 
@@ -116,9 +122,10 @@ def test_comments_carry_grain_meaning_and_unit(tmp_path):
 def test_rows_come_back_with_their_values_and_types(tmp_path):
     written = {}
     for table in TABLES.values():
+        identity = table.key[0]
         rows = [
-            valid_row(table, trace_id='it\'s "quoted"; 日本 \U0001f600'),
-            valid_row(table, trace_id="nulls", **dict.fromkeys(table.nullable)),
+            valid_row(table, **{identity: 'it\'s "quoted"; 日本 \U0001f600'}),
+            valid_row(table, **{identity: "nulls", **dict.fromkeys(table.nullable)}),
         ]
         written[table.name] = table.frame(rows)
         for number, row in enumerate(rows):
@@ -366,7 +373,10 @@ def test_relations_are_listed_with_question_and_rows(tmp_path):
     relations = list_relations_after_build(tmp_path)
     assert [relation["name"] for relation in relations if relation["kind"] == "table"] == sorted(TABLES)
     views = {relation["name"]: relation for relation in relations if relation["kind"] == "view"}
-    assert set(views) == {"policy_comparison", "lookahead_summary", "trace_unknowns", "routing"}
+    assert set(views) == {
+        "policy_comparison", "lookahead_summary", "trace_unknowns", "replay_summary", "quarantined_runs",
+        "native_vs_simulated", "routing",
+    }  # fmt: skip
     assert all(view["comment"].endswith("?") for view in views.values())
     assert (views["policy_comparison"]["rows"], views["routing"]["rows"]) == (1, 1)
     shutil.rmtree(tmp_path / "traces")
@@ -441,6 +451,101 @@ def test_trace_unknowns_has_a_row_per_trace_and_fact(tmp_path):
         ("a", "model"),
         ("a", "top_k_model"),
     ]
+
+
+def run_row(run_id: str, **values: object) -> dict[str, object]:
+    measured = {
+        "run_id": run_id, "trace_id": "a", "owner": "page_cache", "mechanism": "cgroup", "bytes_valid": True,
+        "bytes_reasons": "", "time_valid": True, "capacity_bytes": 400, "enforced_bytes": 404,
+        "resident_median_bytes": 390, "demand_bytes": 4000, "device_bytes": 1800, "nominal_miss_bytes": 1500,
+        "resident_miss_bytes": 1600, "observed_accesses": 40, "native_hits": 20, "native_partial_hits": 5,
+        "native_misses": 15, "stall_median_ns": 40, "stall_p99_ns": 80, "failure": None, "status": "complete",
+    }  # fmt: skip
+    return valid_row(TABLES["replay_run"], **{**measured, **values})
+
+
+def write_run(data_dir: Path, run_id: str, *, without: str | None = None, **values: object) -> None:
+    """What one native run leaves, each table in a file of its own; `without` one that was not written any more."""
+    rows = {
+        "replay_run": [run_row(run_id, **values)],
+        "replay_step": [valid_row(TABLES["replay_step"], run_id=run_id, step_id=step) for step in (0, 1)],
+        "replay_layer": [
+            valid_row(
+                TABLES["replay_layer"], run_id=run_id, layer_id=layer, accesses=20, observed_accesses=20,
+                native_hits=10, native_partial_hits=4, native_misses=6, simulated_hits=12, simulated_misses=8,
+            )
+            for layer in (1, 3)
+        ],
+        "replay_proof": [
+            valid_row(TABLES["replay_proof"], run_id=run_id, name=name, held=held)
+            for name, held in (("a", True), ("b", values.get("bytes_valid", True)), ("c", None))
+        ],
+    }  # fmt: skip
+    for name, of_table in rows.items():
+        if name != without:
+            file = data_dir / "results" / name / "a" / f"{run_id}.parquet"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            validate_table(TABLES[name].frame(of_table), TABLES[name]).write_parquet(file)
+
+
+def test_a_run_that_was_killed_before_its_row_was_written_shows_nowhere(tmp_path):
+    write_run(tmp_path, "whole")
+    write_run(tmp_path, "torn", without="replay_run")
+    rows = build_warehouse(tmp_path)
+    assert {name: rows[name] for name in ("replay_run", "replay_step", "replay_layer", "replay_proof")} == {
+        "replay_run": 1, "replay_step": 2, "replay_layer": 2, "replay_proof": 3,
+    }  # fmt: skip
+    for name in ("replay_step", "replay_layer", "replay_proof", "native_vs_simulated", "replay_summary"):
+        assert query(tmp_path, f"SELECT DISTINCT run_id FROM {name}").rows() == [("whole",)], name
+    assert query(tmp_path, "FROM quarantined_runs").height == 0
+
+
+def test_runs_append_and_one_run_in_two_files_is_refused(tmp_path):
+    write_run(tmp_path, "one")
+    write_run(tmp_path, "two")
+    assert build_warehouse(tmp_path)["replay_run"] == 2
+    write_result(tmp_path, "replay_run", "b", [run_row("one")])
+    with pytest.raises(MalformedResult, match=r"run_id='one' in .*delete both and make them again with: replayer"):
+        build_warehouse(tmp_path)
+
+
+def test_replay_summary_holds_valid_runs_with_measured_and_simulated_bytes_apart(tmp_path):
+    write_run(tmp_path, "good")
+    write_run(tmp_path, "slow", time_valid=False, capacity_bytes=500)
+    write_run(tmp_path, "bad", bytes_valid=False)
+    build_warehouse(tmp_path)
+    found = query(
+        tmp_path,
+        "SELECT run_id, capacity_bytes, enforced_bytes, resident_median_bytes, device_bytes, nominal_miss_bytes, "
+        "amplification_nominal, resident_miss_bytes, amplification_resident, stall_median_ns, stall_p99_ns "
+        "FROM replay_summary",
+    ).rows()
+    measured = (404, 390, 1800, 1500, 1.2, 1600, 1.125)
+    assert found == [("good", 400, *measured, 40, 80), ("slow", 500, *measured, None, None)]
+
+
+def test_quarantined_runs_say_why_and_count_the_failed_proofs(tmp_path):
+    write_run(tmp_path, "good")
+    write_run(tmp_path, "bad", bytes_valid=False, bytes_reasons="b: expected 0, found 1")
+    write_run(tmp_path, "bare", bytes_valid=False, status="failed", failure="no disk", without="replay_proof")
+    build_warehouse(tmp_path)
+    assert query(
+        tmp_path, "SELECT run_id, status, failure, bytes_reasons, failed_proofs, proofs FROM quarantined_runs"
+    ).rows() == [
+        ("bad", "complete", None, "b: expected 0, found 1", 1, 3),
+        ("bare", "failed", "no disk", "", 0, 0),
+    ]
+
+
+def test_native_vs_simulated_puts_the_layers_of_valid_runs_side_by_side(tmp_path):
+    write_run(tmp_path, "good")
+    write_run(tmp_path, "bad", bytes_valid=False)
+    build_warehouse(tmp_path)
+    assert query(
+        tmp_path,
+        "SELECT run_id, layer_id, native_hits, native_partial_hits, native_misses, native_hit_rate, simulated_hits, "
+        "simulated_misses, simulated_hit_rate FROM native_vs_simulated",
+    ).rows() == [("good", layer, 10, 4, 6, 0.5, 12, 8, 0.6) for layer in (1, 3)]
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,10 @@
 """`data/results/` and `data/traces/` → `data/warehouse.duckdb`; reading it: `query`, `list_relations`, `read_tables`.
 
 A warehouse is built aside and renamed over the old one, so readers keep the file they opened and never block a build.
-Tables hold copies of the results (small); the view `routing` reads the traces where they lie (large). Nothing is
-computed here, and no SQL is made of text that came out of a dump: names come from our own definitions, values and
-paths travel as parameters or as escaped literals.
+Tables hold copies of the results (small); the view `routing` reads the traces where they lie (large). A native run
+exists once its row in `replay_run` does, which the replayer writes last: rows of a run that was killed before are left
+out of every other table. Nothing is computed here, and no SQL is made of text that came out of a dump: names come from
+our own definitions, values and paths travel as parameters or as escaped literals.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import polars as pl
 
 from schemas.columns import Column
 from schemas.files import DataFolder, hold, publish, remove_stale
-from schemas.tables import TABLES, Table
+from schemas.tables import REPLAY_TABLES, TABLES, Table
 
 STORAGE_VERSION = "v1.0.0"
 ROUTING_QUESTION = "Which experts did each token of each trace select, row by row as recorded?"
@@ -180,7 +181,9 @@ def _load(connection: duckdb.DuckDBPyConnection, data: DataFolder, table: Table)
     for file in files:
         _check_columns(connection, data, file, wanted)
     if files:
-        load = f"INSERT INTO {table.name} BY NAME FROM read_parquet(?, union_by_name = true)"
+        # replay_run is filled before the tables of what its runs did: that is their order in schemas/tables.py.
+        of_runs = " WHERE run_id IN (SELECT run_id FROM replay_run)" if _is_part_of_a_run(table) else ""
+        load = f"INSERT INTO {table.name} BY NAME FROM read_parquet(?, union_by_name = true){of_runs}"
         try:
             connection.execute(load, [[_glob_escaped(file) for file in files]])
         except duckdb.Error:
@@ -190,6 +193,15 @@ def _load(connection: duckdb.DuckDBPyConnection, data: DataFolder, table: Table)
             raise
     _check_key(connection, data, table, files)
     return _count_rows(connection, table.name)
+
+
+def _maker(table: str) -> str:
+    """The command that writes results of this table."""
+    return "replayer replay" if table in REPLAY_TABLES else "expert-tier run"
+
+
+def _is_part_of_a_run(table: Table) -> bool:
+    return "run_id" in table.key and table.name != "replay_run"
 
 
 def _result_files(data: DataFolder, table: str) -> list[Path]:
@@ -225,7 +237,7 @@ def _check_columns(connection: duckdb.DuckDBPyConnection, data: DataFolder, file
     faults += [f"{name!r} is not a column of the table" for name in found if name not in wanted]
     raise MalformedResult(
         f"{file.relative_to(data.root)}: {_at_most(faults)}; wanted the {len(wanted)} columns of tables.sql; "
-        "delete the file and make it again with: expert-tier run"
+        f"delete the file and make it again with: {_maker(file.relative_to(data.results).parts[0])}"
     )
 
 
@@ -245,7 +257,7 @@ def _try_file(connection: duckdb.DuckDBPyConnection, data: DataFolder, file: Pat
 def _unreadable(data: DataFolder, file: Path, error: duckdb.Error) -> MalformedResult:
     return MalformedResult(
         f"{file.relative_to(data.root)}: wanted a readable Parquet file of this table, found: {_first_line(error)}; "
-        "delete the file and make it again with: expert-tier run"
+        f"delete the file and make it again with: {_maker(file.relative_to(data.results).parts[0])}"
     )
 
 
@@ -267,7 +279,7 @@ def _check_key(connection: duckdb.DuckDBPyConnection, data: DataFolder, table: T
     raise MalformedResult(
         f"results/{table.name}: {len(repeated)} of its keys occur more than once, first {shown} in {names}; "
         f"wanted one row per ({key}); delete the file that does not belong there, or delete both and make them again "
-        "with: expert-tier run"
+        f"with: {_maker(table.name)}"
     )
 
 

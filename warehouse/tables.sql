@@ -197,3 +197,187 @@ CREATE TABLE lookahead_recall (
     chance_predicted_accesses DOUBLE  NOT NULL,
     chance_recall_all         DOUBLE
 );
+
+-- One row per native replay that was started, whatever came of it.
+-- Key: run_id
+CREATE TABLE replay_run (
+    run_id                 VARCHAR NOT NULL,
+    started_at             VARCHAR NOT NULL,
+    condition_hash         VARCHAR NOT NULL,
+    trace_id               VARCHAR NOT NULL,
+    pool_id                VARCHAR NOT NULL,
+    machine_id             VARCHAR NOT NULL,
+    replayer_version       VARCHAR NOT NULL,
+    status                 VARCHAR NOT NULL,
+    failure                VARCHAR,
+    bytes_valid            BOOLEAN NOT NULL,
+    bytes_reasons          VARCHAR NOT NULL,
+    time_valid             BOOLEAN NOT NULL,
+    time_reasons           VARCHAR NOT NULL,
+    thrash                 BOOLEAN NOT NULL,
+    owner                  VARCHAR NOT NULL,
+    mechanism              VARCHAR NOT NULL,
+    mechanism_detail       VARCHAR,
+    fadvise                VARCHAR NOT NULL,
+    destination            VARCHAR NOT NULL,
+    threads                BIGINT  NOT NULL,
+    observe                VARCHAR NOT NULL,
+    residency_counter      VARCHAR,
+    verify                 VARCHAR NOT NULL,
+    repeat                 BIGINT  NOT NULL,
+    step_begin             BIGINT  NOT NULL,
+    step_end               BIGINT  NOT NULL,
+    access_order           VARCHAR NOT NULL,
+    warm_pass              BOOLEAN NOT NULL,
+    capacity_bytes         BIGINT,
+    headroom_bytes         BIGINT  NOT NULL,
+    own_anonymous_bytes    BIGINT,
+    own_kernel_bytes       BIGINT,
+    wall_bytes             BIGINT,
+    enforced_bytes         BIGINT,
+    balloon_bytes          BIGINT,
+    outer_group_bytes      BIGINT,
+    cold_resident_bytes    BIGINT,
+    resident_median_bytes  BIGINT,
+    resident_max_bytes     BIGINT,
+    replayed_steps         BIGINT  NOT NULL,
+    events                 BIGINT  NOT NULL,
+    selections             BIGINT  NOT NULL,
+    accesses               BIGINT  NOT NULL,
+    union_ratio            DOUBLE,
+    demand_bytes           BIGINT  NOT NULL,
+    reads                  BIGINT,
+    returned_bytes         BIGINT,
+    observed_accesses      BIGINT,
+    native_hits            BIGINT,
+    native_partial_hits    BIGINT,
+    native_misses          BIGINT,
+    native_hit_rate        DOUBLE,
+    missing_bytes          BIGINT,
+    device_bytes           BIGINT,
+    device_bytes_counter   VARCHAR,
+    warm_device_bytes      BIGINT,
+    own_fault_bytes        BIGINT,
+    overshoot_bytes        BIGINT,
+    raced_pages            BIGINT,
+    neighbor_bytes         BIGINT,
+    nominal_miss_bytes     BIGINT,
+    amplification_nominal  DOUBLE,
+    resident_miss_bytes    BIGINT,
+    amplification_resident DOUBLE,
+    interval_ns            BIGINT,
+    wall_ns                BIGINT,
+    check_ns               BIGINT,
+    step_median_ns         BIGINT,
+    stall_ns               BIGINT,
+    stall_median_ns        BIGINT,
+    stall_p99_ns           BIGINT,
+    observe_ns             BIGINT,
+    verify_ns              BIGINT,
+    cpu_ns                 BIGINT,
+    consumed_digest        VARCHAR,
+    checked_bytes          BIGINT
+);
+
+-- One row per native replay and measured step that ended.
+-- Key: run_id, step_id
+CREATE TABLE replay_step (
+    run_id              VARCHAR  NOT NULL,
+    step_id             UINTEGER NOT NULL,
+    events              BIGINT   NOT NULL,
+    accesses            BIGINT   NOT NULL,
+    demand_bytes        BIGINT   NOT NULL,
+    observed_accesses   BIGINT   NOT NULL,
+    native_hits         BIGINT   NOT NULL,
+    native_partial_hits BIGINT   NOT NULL,
+    native_misses       BIGINT   NOT NULL,
+    native_hit_rate     DOUBLE,
+    missing_bytes       BIGINT,
+    device_bytes        BIGINT,
+    resident_bytes      BIGINT   NOT NULL,
+    simulated_hits      BIGINT,
+    simulated_misses    BIGINT,
+    wall_ns             BIGINT   NOT NULL,
+    check_ns            BIGINT   NOT NULL,
+    stall_ns            BIGINT   NOT NULL,
+    stall_median_ns     BIGINT   NOT NULL,
+    stall_p99_ns        BIGINT   NOT NULL
+);
+
+-- One row per native replay and layer, over its measured steps that ended.
+-- Key: run_id, layer_id
+CREATE TABLE replay_layer (
+    run_id              VARCHAR NOT NULL,
+    layer_id            BIGINT  NOT NULL,
+    events              BIGINT  NOT NULL,
+    accesses            BIGINT  NOT NULL,
+    demand_bytes        BIGINT  NOT NULL,
+    observed_accesses   BIGINT  NOT NULL,
+    native_hits         BIGINT  NOT NULL,
+    native_partial_hits BIGINT  NOT NULL,
+    native_misses       BIGINT  NOT NULL,
+    native_hit_rate     DOUBLE,
+    missing_bytes       BIGINT,
+    simulated_hits      BIGINT,
+    simulated_misses    BIGINT,
+    stall_ns            BIGINT  NOT NULL,
+    stall_median_ns     BIGINT  NOT NULL,
+    stall_p99_ns        BIGINT  NOT NULL
+);
+
+-- One row per native replay and accounting identity it was held against.
+-- Key: run_id, name
+CREATE TABLE replay_proof (
+    run_id    VARCHAR NOT NULL,
+    name      VARCHAR NOT NULL,
+    spoils    VARCHAR NOT NULL,
+    expected  VARCHAR NOT NULL,
+    found     VARCHAR NOT NULL,
+    tolerance VARCHAR NOT NULL,
+    held      BOOLEAN
+);
+
+-- One row per pool that was replayed against.
+-- Key: pool_id
+CREATE TABLE pool (
+    pool_id          VARCHAR NOT NULL,
+    layout           VARCHAR NOT NULL,
+    content          VARCHAR,
+    alignment_bytes  BIGINT  NOT NULL,
+    moe_layers       BIGINT  NOT NULL,
+    pool_experts     BIGINT  NOT NULL,
+    pool_bytes       BIGINT  NOT NULL,
+    expert_bytes_min BIGINT  NOT NULL,
+    expert_bytes_max BIGINT  NOT NULL,
+    files            BIGINT  NOT NULL,
+    file_bytes       BIGINT  NOT NULL
+);
+
+-- One row per state of a machine, with the device that held the pool, that a run was measured in.
+-- Key: machine_id
+CREATE TABLE machine (
+    machine_id          VARCHAR NOT NULL,
+    architecture        VARCHAR NOT NULL,
+    cpu_model           VARCHAR,
+    cpus                BIGINT  NOT NULL,
+    memory_bytes        BIGINT  NOT NULL,
+    page_bytes          BIGINT  NOT NULL,
+    kernel_release      VARCHAR NOT NULL,
+    swap_bytes          BIGINT  NOT NULL,
+    mglru               VARCHAR NOT NULL,
+    thp                 VARCHAR,
+    min_free_bytes      BIGINT,
+    swappiness          BIGINT,
+    damon               VARCHAR NOT NULL,
+    virtualization      VARCHAR NOT NULL,
+    numa_nodes          BIGINT,
+    filesystem          VARCHAR,
+    mount_options       VARCHAR,
+    block_device        VARCHAR,
+    block_device_model  VARCHAR,
+    read_ahead_bytes    BIGINT,
+    io_scheduler        VARCHAR,
+    rotational          BOOLEAN,
+    max_io_bytes        BIGINT,
+    logical_block_bytes BIGINT
+);

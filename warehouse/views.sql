@@ -53,3 +53,46 @@ SELECT trace_id, trim(unnest(string_split(unknowns, ','))) AS unknown_fact, mode
 FROM trace
 WHERE unknowns <> ''
 ORDER BY trace_id, unknown_fact;
+
+-- What did each valid native run read from its device, beside what a simulated LRU of the same memory misses?
+CREATE VIEW replay_summary AS
+SELECT
+    trace_id, pool_id, machine_id, owner, mechanism, fadvise, destination, step_begin, step_end, warm_pass,
+    condition_hash, repeat, run_id, started_at,
+    capacity_bytes, enforced_bytes, resident_median_bytes,
+    demand_bytes, device_bytes, device_bytes_counter,
+    nominal_miss_bytes, amplification_nominal,
+    resident_miss_bytes, amplification_resident,
+    native_hit_rate, native_hits, observed_accesses,
+    -- Times that are not to be believed are left out; the table replay_run has them.
+    time_valid,
+    CASE WHEN time_valid THEN stall_median_ns END AS stall_median_ns,
+    CASE WHEN time_valid THEN stall_p99_ns END AS stall_p99_ns
+FROM replay_run
+WHERE bytes_valid
+ORDER BY trace_id, pool_id, machine_id, owner, mechanism, capacity_bytes, condition_hash, started_at, run_id;
+
+-- Which native runs are kept but not believed, and which proofs failed?
+CREATE VIEW quarantined_runs AS
+SELECT
+    run_id, started_at, trace_id, owner, mechanism, capacity_bytes, status, failure, bytes_reasons,
+    count(*) FILTER (WHERE proof.held = false) AS failed_proofs,
+    count(proof.name) AS proofs
+FROM replay_run AS run
+LEFT JOIN replay_proof AS proof USING (run_id)
+WHERE NOT run.bytes_valid
+GROUP BY ALL
+ORDER BY started_at, run_id;
+
+-- How many accesses of each layer did a valid native run find resident, and a simulated LRU of the same residency?
+CREATE VIEW native_vs_simulated AS
+SELECT
+    run.run_id, run.trace_id, run.owner, run.mechanism, run.capacity_bytes, run.resident_median_bytes,
+    layer.layer_id, layer.accesses,
+    layer.observed_accesses, layer.native_hits, layer.native_partial_hits, layer.native_misses, layer.native_hit_rate,
+    layer.simulated_hits, layer.simulated_misses,
+    layer.simulated_hits / nullif(layer.accesses, 0) AS simulated_hit_rate
+FROM replay_layer AS layer
+JOIN replay_run AS run USING (run_id)
+WHERE run.bytes_valid
+ORDER BY run.trace_id, run.owner, run.mechanism, run.capacity_bytes, run.started_at, run.run_id, layer.layer_id;

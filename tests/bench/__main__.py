@@ -1,4 +1,4 @@
-"""`make bench [WHAT="name name"]`: ratios within one run, medians of interleaved repetitions, on generated dumps.
+"""`make bench [WHAT="name name"]`: ratios within one run, medians of interleaved repetitions, on generated data.
 
 Absolute figures are for orientation: they are of whatever machine runs this. Everything is written below one temporary
 folder and removed at the end, also after an interrupt.
@@ -22,8 +22,12 @@ import polars as pl
 from pipeline.ingest import ingest
 from schemas.files import DataFolder
 from schemas.trace import UserMetadata
+from tests.bench import loop, pool
 
 REPETITIONS = 5
+SAMPLES = 11
+"""Pairs behind a median of the benches that read and write files."""
+
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
 
 
@@ -210,15 +214,23 @@ def report(what: str, found: str, wanted: str, reached: bool) -> None:
 
 
 BENCHES = {"npz": bench_npz, "csv": bench_csv, "jsonl": bench_jsonl, "start": bench_start, "memory": bench_memory}
+SAMPLED_BENCHES = {"pool": pool.main, "loop": loop.main, "cpu": loop.cpu}
+"""Those that take a number of samples, and make and remove their own folder."""
 
 
 def main() -> None:
     """Runs the named benches, all by default."""
-    parser = argparse.ArgumentParser(description="Benchmarks: ratios within one run, on generated dumps.")
-    parser.add_argument("names", nargs="*", choices=[*BENCHES, []], help="which (default: all)")
-    names = parser.parse_args().names or list(BENCHES)
+    parser = argparse.ArgumentParser(description="Benchmarks: ratios within one run, on generated data.")
+    parser.add_argument("names", nargs="*", choices=[*BENCHES, *SAMPLED_BENCHES, []], help="which (default: all)")
+    parser.add_argument(
+        "--samples", type=int, default=SAMPLES, help=f"pairs a median, for {', '.join(SAMPLED_BENCHES)} (%(default)s)"
+    )
+    arguments = parser.parse_args()
     print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}")
-    for name in names:
+    for name in arguments.names or [*BENCHES, *SAMPLED_BENCHES]:
+        if name in SAMPLED_BENCHES:
+            SAMPLED_BENCHES[name](arguments.samples)
+            continue
         with tempfile.TemporaryDirectory(prefix="expert-tier-bench-") as folder:
             BENCHES[name](Path(folder))
 
