@@ -20,7 +20,7 @@ import polars as pl
 
 from pipeline.dumps.blocks import MalformedDump, RefusedDump
 from pipeline.ingest import Ingested, WrongMetadata, ingest, inspect, read_user_metadata
-from pipeline.replays import Conditions, ReplayFailed, pool_of, replay_all, usable_mechanism
+from pipeline.replays import Conditions, ReplayFailed, compiling_ahead, pool_of, replay_all, usable_mechanism
 from pipeline.results import stale_traces
 from replayer.command import Parser, run
 from replayer.machine import storage_of
@@ -344,7 +344,13 @@ def _demo(arguments: argparse.Namespace) -> int:
         with _Progress("ingesting the bundled sample"):
             done = [ingest(path, data, read_user_metadata(path)) for path in dumps]
     native = _NativeDemo(data, done[0].metadata.trace_id)
-    document = _materialize(data, [one.metadata.trace_id for one in done], native.replay)
+    with compiling_ahead() as compiler:
+
+        def replay() -> None:
+            compiler.wait()
+            native.replay()
+
+        document = _materialize(data, [one.metadata.trace_id for one in done], replay)
     if arguments.json:
         print(json.dumps({**document, "replays": native.runs, "replay_skipped": native.skipped}))
     else:

@@ -119,6 +119,18 @@ def replay_all(data: DataFolder, trace_id: str, pool: Pool, wanted: Conditions) 
         yield document if isinstance(document, list) else [document]
 
 
+@contextlib.contextmanager
+def compiling_ahead() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that compiles the measured loop, some 15 s of work the first time, while something else goes on."""
+    command = [sys.executable, "-P", "-c", "from replayer.loop import compile_ahead; compile_ahead()"]
+    nowhere = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere) as process:  # noqa: S603 - fixed words
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def _conditions(pool: Pool, wanted: Conditions, mechanism: str) -> list[tuple[str, int | None]]:
     """(owner, capacity in bytes) of each condition; the capacity is null where nothing limits memory."""
     if mechanism == "none":

@@ -844,7 +844,7 @@ def _refuse_too_large(size_bytes: int, group: Group | None) -> None:
     available_bytes = _kilobytes(Path("/proc/meminfo").read_bytes(), "MemAvailable")
     if available_bytes is None or available_bytes - size_bytes < MACHINE_RESERVE_BYTES:
         raise NotEnforceable(
-            f"balloon of {size_bytes:,} bytes: the machine has {available_bytes} bytes available and keeps "
+            f"balloon of {size_bytes:,} bytes: the machine has {available_bytes:,} bytes available and keeps "
             f"{MACHINE_RESERVE_BYTES:,}",
             "ask for a larger capacity, or free memory",
         )
@@ -873,7 +873,7 @@ def _refuse_too_large(size_bytes: int, group: Group | None) -> None:
             raise NotEnforceable(
                 f"balloon of {size_bytes:,} bytes: {above} has room for {room_bytes:,} bytes and keeps "
                 f"{GROUP_RESERVE_BYTES:,}",
-                "ask for a larger capacity, or a larger group",
+                "ask for a larger capacity",
             )
 
 

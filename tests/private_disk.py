@@ -21,7 +21,7 @@ from replayer.machine import storage_of
 from replayer.pool import Pool, build_pool, plan_pool, read_pool
 from replayer.trace import Trace
 from tests.builders import make_trace
-from tests.replays import ENVIRONMENT, KIB, MIB, ROOT, interfered, replayed, request, routing
+from tests.replays import ENVIRONMENT, KIB, MIB, ROOT, WAIT_S, interfered, replayed, request, routing
 
 _FIBMAP = 1
 _DISK_BYTES = 32 * MIB
@@ -32,7 +32,7 @@ def on_private_disk(what: str, folder: Path) -> dict[str, Any]:
     """What came of one of the runs below; skips where there can be no such disk."""
     done = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", "tests.private_disk", what, folder],
-        env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S + 60, check=False,
     )  # fmt: skip
     if done.returncode == _NO_DISK or "unshare" in done.stderr:
         pytest.skip(f"no disk of one's own here: {done.stderr.strip().splitlines()[-1]}")
@@ -121,7 +121,7 @@ def _no_direct_reads(folder: Path) -> dict[str, Any]:
     for owner, allowed in (("restream", True), ("page_cache", False)):
         asked = request(owner=owner, allow_unsuitable=allowed)
         try:
-            supervisor.replay(trace, pool, asked, wait_s=30)
+            supervisor.replay(trace, pool, asked, wait_s=WAIT_S)
         except Exception as error:
             said[owner] = f"{type(error).__name__}: {error}"
     run = replayed(trace, pool, allow_unsuitable=True, warm_pass=False)

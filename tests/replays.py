@@ -27,6 +27,8 @@ KIB, MIB = 2**10, 2**20
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 PATIENCE_S = 30.0
+WAIT_S = 240
+"""For somebody else's replay, which holds the machine."""
 
 
 def routing(steps: int, layers: int = 4, experts: int = 16, k: int = 4, seed: int = 0) -> npt.NDArray[np.int64]:
@@ -66,7 +68,7 @@ def request(**asked: Any) -> Request:
 
 def replayed(trace: Trace, pool: Pool, progress: supervisor.Progress | None = None, **asked: Any) -> Run:
     """One run; waits while somebody else's replay holds the machine."""
-    return supervisor.replay(trace, pool, request(**asked), wait_s=PATIENCE_S, progress=progress)
+    return supervisor.replay(trace, pool, request(**asked), wait_s=WAIT_S, progress=progress)
 
 
 def proof(run: Run, name: str) -> dict[str, Any]:
@@ -207,5 +209,5 @@ def called(*arguments: object, within: Sequence[object] = (), **options: Any) ->
     """The command line as a process of its own, started by the words `within`; options `env`, `cwd`."""
     command = [*(str(word) for word in within), *command_line(*arguments)]
     return subprocess.run(
-        command, **{"env": ENVIRONMENT, **options}, capture_output=True, text=True, timeout=60, check=False
+        command, **{"env": ENVIRONMENT, **options}, capture_output=True, text=True, timeout=WAIT_S + 60, check=False
     )

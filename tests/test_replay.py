@@ -38,6 +38,7 @@ from tests.replays import (
     MIB,
     PAGE,
     ROOT,
+    WAIT_S,
     called,
     children,
     command_line,
@@ -582,7 +583,7 @@ def test_mechanism_without_permission_is_a_wrong_call(
     available = (counters.parse_meminfo(Path("/proc/meminfo").read_bytes()) or {})["MemAvailable"]
     done = called(
         "replay", place / "trace.parquet", "--pool", place / "pool", "--device", "none", "--threads", 2, "--mechanism",
-        mechanism, "--capacity", available - 1536 * MIB, "--wait", 30, within=start, env=environment, cwd=place,
+        mechanism, "--capacity", available - 1536 * MIB, "--wait", WAIT_S, within=start, env=environment, cwd=place,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
@@ -627,7 +628,7 @@ def long_trace(folder: Path) -> Path:
 @contextlib.contextmanager
 def started(trace: Path, pool: Pool, data: Path, *arguments: object) -> Iterator[Started]:
     command = command_line(
-        "replay", trace, "--pool", pool.folder, "--device", "none", "--owner", "restream", "--wait", 30, "--json",
+        "replay", trace, "--pool", pool.folder, "--device", "none", "--owner", "restream", "--wait", WAIT_S, "--json",
         "--data", data, *arguments,
     )  # fmt: skip
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -657,14 +658,14 @@ def test_signal_ends_a_run_at_once_and_marks_it(
     walls: None, long_trace: Path, pool: Pool, tmp_path: Path, moment: str, number: int, arguments: tuple[str, ...]
 ) -> None:
     with started(long_trace, pool, tmp_path / "data", *arguments) as going:
-        until(lambda: going.reader)
+        until(lambda: going.reader, WAIT_S)
         if moment != "set-up":
-            until(lambda: going.device_bytes() > 32 * MIB)
+            until(lambda: going.device_bytes() > 32 * MIB, WAIT_S)
         below = children(going.process.pid)
         assert len(below) == (2 if "balloon" in arguments else 1)
         sent = time.monotonic()
         going.process.send_signal(number)
-        stdout, stderr = going.process.communicate(timeout=20)
+        stdout, stderr = going.process.communicate(timeout=30)
         took = time.monotonic() - sent
         assert going.process.returncode == 1, stderr
         assert took < STOPPED_WITHIN_S
@@ -712,7 +713,7 @@ def test_killed_supervisor_leaves_what_the_next_start_removes(
 ) -> None:
     mechanism = ("--mechanism", "balloon", "--capacity", "64MiB", "--machine-bytes", "256MiB")
     with started(long_trace, pool, tmp_path / "data", *mechanism) as going:
-        until(lambda: going.device_bytes() > 32 * MIB)
+        until(lambda: going.device_bytes() > 32 * MIB, WAIT_S)
         below = children(going.process.pid)
         assert len(below) == 2
         going.process.kill()
