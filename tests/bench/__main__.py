@@ -22,7 +22,7 @@ import polars as pl
 from pipeline.ingest import ingest
 from schemas.files import DataFolder
 from schemas.trace import UserMetadata
-from tests.bench import loop, pool
+from tests.bench import loop, pool, replay
 
 REPETITIONS = 5
 SAMPLES = 11
@@ -214,7 +214,7 @@ def report(what: str, found: str, wanted: str, reached: bool) -> None:
 
 
 BENCHES = {"npz": bench_npz, "csv": bench_csv, "jsonl": bench_jsonl, "start": bench_start, "memory": bench_memory}
-SAMPLED_BENCHES = {"pool": pool.main, "loop": loop.main, "cpu": loop.cpu}
+SAMPLED_BENCHES = {"pool": pool.main, "loop": loop.main, "cpu": loop.cpu, "replay": replay.main}
 """Those that take a number of samples, and make and remove their own folder."""
 
 

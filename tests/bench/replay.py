@@ -48,15 +48,8 @@ def _trace(folder: Path) -> tuple[Path, int | None, str]:
     if PUBLISHED.is_file():
         _run("expert-tier", "ingest", str(PUBLISHED), "--data", str(folder), "--trace-id", "code")
         return folder / "traces" / "code.parquet", 256 * 1024, "0:100"
-    _run(
-        "expert-tier",
-        "ingest",
-        str(Path("pipeline/sample/code.route.csv.gz")),
-        "--data",
-        str(folder),
-        "--trace-id",
-        "code",
-    )
+    sample = Path(__file__).parents[2] / "pipeline" / "sample" / "code.route.csv.gz"
+    _run("expert-tier", "ingest", str(sample), "--data", str(folder), "--trace-id", "code")
     return folder / "traces" / "code.parquet", None, "0:200"
 
 
