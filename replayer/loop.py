@@ -442,27 +442,32 @@ def work(thread, schedule, extents, results, setting, destinations, counters):  
     for step in range(len(schedule.step_first_event) - 1):
         for event in range(schedule.step_first_event[step], schedule.step_first_event[step + 1]):
             turn = 0
+            quit_slot = QUIT_EVEN + event % 2
             while True:
                 access = schedule.event_first_access[event] + _add(tickets + 8 * event, 1)
                 if access >= schedule.event_first_access[event + 1]:
                     break
                 if _load(stop) != 0:
+                    results.control[quit_slot] = 1
                     continue
                 if setting.copy != 0 and turn >= destinations.slots.shape[1]:
                     _call_synchronize(setting.synchronize, destinations.stream[thread])
                 if not _access(thread, event, access, turn, schedule, extents, results, setting, destinations, clock):
                     results.control[FAILED_ACCESS] = access + 1
+                    results.control[quit_slot] = 1
                     results.control[STOP] = 1
                 turn += 1
             if setting.copy != 0 and turn > 0:
                 _call_synchronize(setting.synchronize, destinations.stream[thread])
-            # Whether to leave is decided once, before the barrier, so that all threads leave at the same one; the slot
-            # is written again two events later only, when everybody has read it.
+            # Whoever left an access of the event undone has said so before the barrier, so all threads leave at the
+            # same one, and the event does not count as ended. The next event has another slot: a slow thread may still
+            # read this one.
             if thread == 0:
-                results.control[QUIT_EVEN + event % 2] = _load(stop)
+                if _load(stop) != 0:
+                    results.control[quit_slot] = 1
                 results.control[EVENTS_DONE] = event + 1
             _c_barrier_wait(setting.barrier)
-            if results.control[QUIT_EVEN + event % 2] != 0:
+            if results.control[quit_slot] != 0:
                 return
         if thread == 0:
             results.step_end_ns[step] = _now_ns(clock)
