@@ -73,8 +73,8 @@ class Recording:
     """Everything one run left behind, before anybody judged it.
 
     arrays: those of `loop.Results`, of the measured pass (of the warm-up pass if the run ended in it). cold, warm,
-    before, after: snapshots of the measuring process, null if it did not get there. pool_files: (size, mtime_ns,
-    inode) of each file, before and after.
+    before, after: snapshots of the measuring process, null if it did not get there. pool_files: (size, ctime_ns,
+    inode) of each file, before and after, null if it is not there.
     """
 
     request: Request
@@ -102,8 +102,8 @@ class Recording:
     span: dict[str, int] | None = None
     machine_before: dict[str, Any] = field(default_factory=dict)
     machine_after: dict[str, Any] = field(default_factory=dict)
-    pool_files_before: list[tuple[int, int, int]] = field(default_factory=list)
-    pool_files_after: list[tuple[int, int, int]] = field(default_factory=list)
+    pool_files_before: list[tuple[int, int, int] | None] = field(default_factory=list)
+    pool_files_after: list[tuple[int, int, int] | None] = field(default_factory=list)
     group_oom_kills: int | None = None
     unsuitable_storage: str | None = None
 

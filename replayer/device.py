@@ -43,7 +43,7 @@ def allocate(kind: str, num_threads: int, num_slots: int, slot_bytes: int) -> Re
     Raises:
         NoAccelerator: kind `cuda`, but torch sees no CUDA device.
     """
-    size = num_threads * num_slots * slot_bytes
+    size = _whole_huge_pages(num_threads * num_slots * slot_bytes)
     nothing = np.zeros(num_threads, dtype=np.int64)
     if kind == "none":
         # MAP_SHARED, the default, would be charged as shared memory.
@@ -82,13 +82,18 @@ def _slots(whole: npt.NDArray[np.uint8], num_threads: int, num_slots: int, slot_
     address = whole.ctypes.data
     skip = -address % HUGE_PAGE_BYTES
     size = num_threads * num_slots * slot_bytes
-    begin, length = ctypes.c_void_p(address + skip), ctypes.c_size_t(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    # Up to the last huge page's end: a part of one would be small pages.
+    begin, length = ctypes.c_void_p(address + skip), ctypes.c_size_t(_whole_huge_pages(size))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise(begin, length, mmap.MADV_HUGEPAGE)
     part = whole[skip : skip + size]
     if libc.madvise(begin, length, _MADV_POPULATE_WRITE) != 0:
         part[:: mmap.PAGESIZE] = 0
     return part.reshape(num_threads, num_slots, slot_bytes)
+
+
+def _whole_huge_pages(size: int) -> int:
+    return -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
 def _cuda_runtime() -> str:

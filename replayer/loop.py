@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from replayer.content import EDGE_BYTES, access_digest, wrong_words
+from replayer.content import EDGE_BYTES, access_digest, mix, wrong_words
 
 NOT_REACHED = -(2**31)
 """`returned` of an access that no thread came to."""
@@ -336,7 +336,8 @@ def _access(thread, event, access, turn, schedule, extents, results, setting, de
     slot = destinations.slots[thread, turn % destinations.slots.shape[1]]
     scratch = destinations.scratch[thread]
     first, end = extents.object_first_extent[obj], extents.object_first_extent[obj + 1]
-    if setting.observe_every > 0 and access % setting.observe_every == 0:
+    # Chosen by a hash: every sixteenth access would always be the same place in an event of eight.
+    if setting.observe_every > 0 and mix(np.uint64(access)) % np.uint64(setting.observe_every) == 0:
         begin_ns = _now_ns(clock)
         missing = np.int64(0)
         for extent in range(first, end):

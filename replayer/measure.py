@@ -1,8 +1,9 @@
 """The measuring process: opens the pool, allocates, starts the demand threads, and replays when it is told to.
 
-It is started by `replay` inside the memory limit, gets its instructions as one line of JSON on stdin, shares plan and
-results through an arena, and reports in lines of JSON on stdout: `ready`, `cold`, `warm`, `done`, `failed`. It imports
-nothing that it does not need, because all of it lies inside the limit. It judges nothing: raw counters go back as text.
+It is started by `replay` inside the memory limit, gets its instructions as lines of JSON on stdin, shares plan and
+results through an arena, and reports in lines of JSON on stdout: `ready`, `cold`, `warm`, `done`, `stopped`, `failed`.
+It imports nothing that it does not need and allocates nothing between passes, because all of it lies inside the limit.
+It judges nothing: raw counters go back as text.
 """
 
 import errno
@@ -226,7 +227,7 @@ def main() -> int:
         if not files:
             return 0
         measurement.open_counters(json.loads(files))
-        if sys.stdin.readline().strip() != "run" or control[loop.STOP]:
+        if sys.stdin.readline().strip() != "run":
             return 0
         measurement.clear()
         before = measurement.snapshot()
@@ -234,28 +235,18 @@ def main() -> int:
         if spec["warm_pass"]:
             span = measurement.run_pass()
             before = measurement.snapshot()
-            sums = _sums(arena)
             # From the report on, what lies in the arena counts as measured; what failed is looked up there first.
             if not control[loop.FAILED_ACCESS]:
                 measurement.clear()
-            _say("warm", span=span, snapshot=before, **sums)
+            _say("warm" if not control[loop.STOP] else "stopped", span=span, snapshot=before)
         if not control[loop.STOP]:
             span = measurement.run_pass()
-            _say("done", span=span, before=before, after=measurement.snapshot())
+            after = measurement.snapshot()
+            _say("done" if not control[loop.STOP] else "stopped", span=span, before=before, after=after)
     except (OSError, ReadPathRefused, NoAccelerator) as error:
         _say("failed", message=str(error), wrong_call=isinstance(error, ReadPathRefused | NoAccelerator))
         return 1
     return 0
-
-
-def _sums(arena: Arena) -> dict[str, int]:
-    """What is kept of a warm-up pass, whose arrays the measured pass reuses."""
-    returned, missing = arena.arrays["returned"], arena.arrays["missing_pages"]
-    return {
-        "returned_bytes": int(returned[returned > 0].sum()),
-        "missing_pages": int(missing[missing > 0].sum()),
-        "reads": int(np.count_nonzero(returned >= 0)),
-    }
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from replayer.content import CONTENT_VERSION, bytes_of, expert_key, fill, wrong_
 from replayer.machine import Storage, storage_of
 from replayer.quantities import format_bytes
 from schemas.files import publish, remove_stale
-from schemas.trace import ExpertBytes, LayerId, NonNegativeInt, NumExperts, TraceMetadata
+from schemas.trace import ExpertBytes, LayerId, NumExperts, TraceMetadata
 
 IntArray = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -68,6 +68,8 @@ _BATCH_FILES = 96
 """Most files a writer holds open; four writers stay below the usual limit of 1,024 descriptors."""
 _READ_BYTES = 4 * 2**20
 _NAMED = 3
+MAX_FILE_BYTES = 2**50
+"""Largest file of a pool: places in it stay far within 64 bits."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -221,7 +223,7 @@ class _Request(_Model):
 
 class _File(_Model):
     name: Annotated[str, Field(max_length=4096)]
-    bytes: NonNegativeInt
+    bytes: Annotated[int, Field(ge=0, le=MAX_FILE_BYTES, strict=True)]
 
 
 class _Metadata(_Model):
@@ -847,8 +849,8 @@ def _fault_of_metadata(metadata: _Metadata) -> str | None:
     names = [file.name for file in metadata.files]
     for name in names:
         parts = PurePosixPath(name)
-        if not name or "\0" in name or parts.is_absolute() or ".." in parts.parts:
-            return f"file {name!r}, wanted a name below the folder"
+        if not parts.parts or "\0" in name or parts.is_absolute() or ".." in parts.parts or str(parts) != name:
+            return f"file {name!r}, wanted a name below the folder, as plain as can be"
     if len(set(names)) != len(names):
         return "a file that is named twice"
     return None
@@ -890,6 +892,12 @@ def _pool_of(folder: Path, metadata: _Metadata, table: pa.Table) -> Pool:
         folder=folder,
         unsuitable_storage=metadata.unsuitable_storage,
     )
+    if np.any(pool.extent_begin_bytes % 8):
+        raise _damaged(path, "an extent that starts at a place in its expert that is no multiple of 8 bytes")
+    order = np.lexsort((offsets, extent_file))
+    follows = extent_file[order][1:] == extent_file[order][:-1]
+    if np.any(follows & (offsets[order][1:] < (offsets + lengths)[order][:-1])):
+        raise _damaged(path, "two extents that share bytes of a file")
     if metadata.content is not None and table.column("part").to_pylist() != _parts_of(pool):
         raise _damaged(path, f"parts that are not those of layout {metadata.layout}")
     if pool.pool_id != metadata.pool_id:
@@ -946,7 +954,7 @@ def verify_pool(
     if content not in CONTENT_CHECKS:
         raise ValueError(f"content {content!r}, wanted one of {', '.join(CONTENT_CHECKS)}")
     if pool.content is not None:
-        _check_planned(pool)
+        check_planned(pool)
     storage = storage_of(_nearest_existing(pool.folder))
     marked = _refuse_unsuitable(pool.folder, storage, allow_unsuitable)
     stop = threading.Event()
@@ -991,7 +999,12 @@ def verify_pool(
     return outcomes
 
 
-def _check_planned(pool: Pool) -> None:
+def check_planned(pool: Pool) -> None:
+    """Holds a synthetic pool's manifest against what this version would build of the same experts.
+
+    Raises:
+        MalformedPool: it is another, so its content is not known.
+    """
     path = pool.folder / MANIFEST
     if pool.content != SYNTHETIC:
         raise MalformedPool(f"{path}: content {pool.content}, this version makes {SYNTHETIC}; build the pool again")
@@ -1007,6 +1020,38 @@ def _check_planned(pool: Pool) -> None:
         raise _damaged(path, str(error)) from None
     if plan.pool_id != pool.pool_id:
         raise _damaged(path, f"extents other than those of layout {pool.layout} ({pool.pool_id}, not {plan.pool_id})")
+
+
+def check_files(pool: Pool, storage: Storage) -> None:
+    """Looks at every file of the pool, not at its content: regular, whole, on the folder's device, without holes.
+
+    Raises:
+        MalformedPool: a file is something else; names the first. OSError: one is missing or cannot be opened.
+    """
+    device = pool.folder.stat().st_dev
+    for file, name in enumerate(pool.files):
+        path = pool.folder / name
+        descriptor = _opened_regular(path, device)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != pool.file_bytes[file]:
+                fault: str | None = f"{size:,} bytes, wanted {pool.file_bytes[file]:,}"
+            else:
+                fault = _fault_of_allocation(descriptor, judge_blocks=storage.kind != "compressed")
+        finally:
+            os.close(descriptor)
+        if fault is not None:
+            raise MalformedPool(f"{path}: {fault}; remove the file and start the same build again")
+
+
+def _opened_regular(path: Path, device: int) -> int:
+    """A descriptor of a regular file of that device; neither follows a link nor waits for the other end of a pipe."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise MalformedPool(f"{path}: no regular file; put the file itself there")
+    if found.st_dev != device:
+        raise MalformedPool(f"{path}: on another device than the pool's folder; put all files on one device")
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 _COMPRESSED = " (the allocated size is not judged: the file system compresses)"
@@ -1030,12 +1075,14 @@ def _faults_of_file(
     check = "length"
     descriptor = None
     try:
-        found = path.stat()
+        found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
             return {"length": "no regular file"}
+        if found.st_dev != pool.folder.stat().st_dev:
+            return {"length": "on another device than the pool's folder"}
         if found.st_size != pool.file_bytes[file]:
             faults["length"] = f"{found.st_size} bytes, wanted {pool.file_bytes[file]}"
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         check = "holes"
         if fault := _fault_of_allocation(descriptor, judge_blocks=storage.kind != "compressed"):

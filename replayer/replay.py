@@ -35,7 +35,7 @@ from replayer.capacity import Balloon, Group, find_memory_controller, launch_in,
 from replayer.content import expert_key
 from replayer.machine import Storage, direct_io_alignment, machine_row, storage_of
 from replayer.owners import plan_reads, reads_directly
-from replayer.pool import Pool, UnsuitableStorage, check_against_trace
+from replayer.pool import Pool, UnsuitableStorage, check_against_trace, check_files, check_planned
 from replayer.proofs import Proof, prove, selected_events, verdicts
 from replayer.simulate import Window, prepare
 from replayer.trace import Trace
@@ -98,9 +98,13 @@ def replay(
         UnusableReplay, PoolMismatch: trace, pool and request do not go together; nothing was started.
         UnsuitableStorage: the pool is not on a device.
         NotEnforceable: this machine cannot limit memory so. ReplayBusy: another replay is going on.
-        OSError: a file of the pool cannot be opened.
+        MalformedPool: the pool or a file of it is not what its manifest says. OSError: a file cannot be opened.
     """
     check_against_trace(pool, trace.metadata)
+    if pool.content is not None:
+        check_planned(pool)
+    elif request.verify == "all":
+        raise UnusableReplay(f"--verify, but what {pool.folder} must hold is not known; leave --verify out")
     started_at = datetime.now(UTC)
     run_id = f"{started_at:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
     recording = _plan(trace, pool, request)
@@ -114,13 +118,15 @@ def replay(
                 f"{pool.folder}: a pool on {storage.filesystem} proves nothing: {storage.reason}; put it on a local "
                 "disk, or add --allow-unsuitable to have the run made and marked"
             )
+        check_files(pool, storage)
         loop.compile_ahead()
         with _arena_of(recording) as arena:
             recording.arrays = arena.arrays
             _record(recording, arena, storage, progress)
             # Files and machine are looked at again at once, while nothing of ours runs any more.
             recording.pool_files_after = _pool_files(pool)
-            recording.machine_after = machine_row(storage_of(pool.folder))
+            with contextlib.suppress(FileNotFoundError):
+                recording.machine_after = machine_row(storage_of(pool.folder))
             counted, steps, layers = account(recording)
             proofs = prove(recording, counted)
     return _rows(recording, run_id, started_at, repeat, counted, steps, layers, proofs)
@@ -168,6 +174,10 @@ def _check_room(recording: Recording) -> None:
     request = recording.request
     if (request.capacity_bytes is None) != (request.mechanism == "none"):
         raise UnusableReplay("--mechanism none takes no --capacity, cgroup and balloon need one; say both or neither")
+    if request.capacity_bytes is not None and request.capacity_bytes < recording.page_bytes:
+        raise UnusableReplay(
+            f"capacity of {request.capacity_bytes:,} bytes, less than a page of {recording.page_bytes:,}; ask for more"
+        )
     if request.outer_group_bytes is not None and request.mechanism != "balloon":
         raise UnusableReplay(
             f"--machine-bytes with mechanism {request.mechanism}, wanted balloon: that group would limit the reader too"
@@ -291,14 +301,17 @@ def _object_keys(pool: Pool) -> np.ndarray[Any, Any]:
     return np.array([expert_key(layer_id, expert_id) for layer_id, expert_id in pairs], dtype=np.uint64)
 
 
-def _pool_files(pool: Pool) -> list[tuple[int, int, int]]:
-    found = []
+def _pool_files(pool: Pool) -> list[tuple[int, int, int] | None]:
+    """Of each file, size, time of the last change of anything about it, and inode; null if it is not there."""
+    found: list[tuple[int, int, int] | None] = []
     for name in pool.files:
         try:
-            stat = (pool.folder / name).stat()
+            stat = (pool.folder / name).lstat()
         except OSError:
-            break
-        found.append((stat.st_size, stat.st_mtime_ns, stat.st_ino))
+            found.append(None)
+        else:
+            # Unlike the time of the last write, nobody can set this one back.
+            found.append((stat.st_size, stat.st_ctime_ns, stat.st_ino))
     return found
 
 
@@ -545,6 +558,8 @@ class _Child:
         failed_access = int(control[loop.FAILED_ACCESS])
         if failed_access:
             raise _Ended("failed", self._failed_access(failed_access - 1))
+        if report["kind"] == "stopped":
+            raise _Ended("interrupted", f"the measuring process was asked to stop {_where(self.recording)}")
         if report["kind"] != kind:
             raise _Ended("failed", f"the measuring process said {report['kind']} where {kind} was awaited")
         return report

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,15 @@ def _replay(arguments: argparse.Namespace) -> int:
     trace, pool = read_trace(arguments.trace), read_pool(arguments.pool)
     for leftover in remove_leftovers():
         print(f"replayer: {leftover}", file=sys.stderr)
+    data = None if arguments.data is None else DataFolder(arguments.data)
+    if data is not None:
+        # Before an hour of replays, not after it.
+        data.results.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=data.results):
+            pass
     documents = []
     valid = True
+    unsaved = None
     for repeat in range(arguments.repeat):
         result = replay(
             trace,
@@ -119,17 +127,23 @@ def _replay(arguments: argparse.Namespace) -> int:
         )
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr)
-        if arguments.data is not None:
-            write_run(DataFolder(arguments.data), result)
         documents.append({**result.run, "proofs": result.proofs})
+        if data is not None:
+            try:
+                write_run(data, result)
+            except OSError as error:
+                unsaved = error
         if not arguments.json:
             _print_run(result)
         valid &= bool(result.run["bytes_valid"])
         if result.run["status"] != "complete":
             print(f"replayer: {result.run['failure']}", file=sys.stderr)
+        if result.run["status"] != "complete" or unsaved is not None:
             break
     if arguments.json:
         print(json.dumps(documents[0] if arguments.repeat == 1 else documents))
+    if unsaved is not None:
+        raise unsaved
     return 0 if valid else 1
 
 

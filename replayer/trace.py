@@ -7,6 +7,7 @@ Letters: N events, R rows, K experts per row, A accesses. An *object* is a (laye
 `layer_first_object[layer] + expert`, where layer is the ordinal among the trace's MoE layers.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,7 +219,7 @@ def _phase_codes(path: Path, table: pa.Table) -> npt.NDArray[np.int8]:
 def _unreadable(path: Path, error: Exception) -> Exception:
     # pyarrow raises OSError for damaged content, too; only the operating system's own errors carry a number.
     if isinstance(error, OSError) and error.errno is not None:
-        return error
+        return OSError(error.errno, os.strerror(error.errno), str(path))
     return MalformedTrace(
         f"{path}: not a readable Parquet file ({_first_line(error)}); make one: expert-tier ingest DUMP"
     )

@@ -168,3 +168,10 @@ def most_hits_atomic(events, capacity):
 def lag1_reuse(events):
     """Accesses whose object the event before in the same cache accessed too: the numerator of W_1."""
     return sum(thing in before for before, event in pairwise(events) for thing in event)
+
+
+def is_sampled(access: int, every: int) -> bool:
+    """Whether one in `every` accesses, chosen by SplitMix64's output function of its place, has its residency asked."""
+    word = (access ^ (access >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+    return (word ^ (word >> 31)) % every == 0

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -476,6 +477,24 @@ def test_a_hole_is_found_without_reading_content(tmp_path):
         (
             lambda stored, table: (stored | {"files": [one | {"bytes": 5} for one in stored["files"]]}, table),
             "leaves its file",
+        ),
+        (
+            lambda stored, table: (stored | {"files": [one | {"bytes": 2**63 - 1} for one in stored["files"]]}, table),
+            "files.0.bytes",
+        ),
+        (
+            lambda stored, table: (
+                stored | {"files": [one | {"name": f"./{one['name']}"} for one in stored["files"]]},
+                table,
+            ),
+            "as plain as can be",
+        ),
+        (
+            lambda stored, table: (
+                stored | {"content": None},
+                table.set_column(4, table.schema.field(4), pa.array(table["offset_bytes"].to_pylist()[:1] * 5)),
+            ),
+            "share bytes of a file",
         ),
     ],
 )
