@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def main(samples: int) -> None:
-    """`samples` runs at a quarter of the pool, a quarter as many (at least 5) of each other condition."""
+    """`samples` runs at a quarter of the pool, by wall and by balloon; fewer, at least 5, at other capacities."""
     folder = Path(tempfile.mkdtemp(prefix="expert-tier-bench-"))
     try:
         _measure(folder, samples)
@@ -40,7 +40,7 @@ def _measure(folder: Path, samples: int) -> None:
     print(f"{'condition':<34} {'valid':>7} {'median':>8} {'min':>7} {'max':>7} {'nominal':>8}  resident MiB")
     for share in (0.25, 0.5, 0.75):
         _condition(trace, pool, steps, "cgroup", share, whole, samples if share == 0.25 else few)
-    _condition(trace, pool, steps, "balloon", 0.25, whole, few, *machine)
+    _condition(trace, pool, steps, "balloon", 0.25, whole, samples, *machine)
     _condition(trace, pool, steps, "cgroup", 0.25, whole, 3, "--owner", "restream")
 
 
@@ -68,7 +68,11 @@ def _condition(
         print(f"{label:<34} {0:>3}/{len(runs):<3} {runs[0]['bytes_reasons']}")
         return
     base = "demand_bytes" if "restream" in label else "resident_miss_bytes"
-    ratios = [run["device_bytes"] / run[base] for run in valid if run[base]]
+    if not all(run[base] and run["nominal_miss_bytes"] for run in valid):
+        most = max(run["device_bytes"] for run in valid)
+        print(f"{label:<34} {len(valid):>3}/{len(runs):<3} all fits: no simulated miss, at most {most:,} device bytes")
+        return
+    ratios = [run["device_bytes"] / run[base] for run in valid]
     nominal = statistics.median(run["device_bytes"] / run["nominal_miss_bytes"] for run in valid)
     resident = statistics.median(run["resident_median_bytes"] for run in valid) / MIB
     print(
