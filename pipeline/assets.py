@@ -25,11 +25,13 @@ from pipeline.dumps.blocks import MalformedDump
 from pipeline.hit_rates import hit_rate as simulate_hit_rate
 from pipeline.hit_rates import miss_ratio_curve as simulate_miss_ratio_curve
 from pipeline.ingest import ingest, read_stored, read_user_metadata, trace_id_for
+from pipeline.inversion import INPUTS, PARTITION, inversion_rows, stored_inversion, synthetic_trace
 from pipeline.locality import OVERLAP_TOP_EXPERTS
 from pipeline.locality import domain_overlap as measure_domain_overlap
 from pipeline.locality import trace_locality as measure_trace_locality
 from pipeline.lookahead import lookahead_recall as measure_lookahead_recall
 from pipeline.replays import AUTOMATIC, Conditions, pool_of, replay_all, usable_mechanism
+from pipeline.reporting import reporting_block as answer_reporting_block
 from pipeline.results import check_rows, trace_inputs, trace_row, write_result
 from replayer.quantities import format_bytes
 from replayer.trace import Trace, read_trace, trace_parts
@@ -42,6 +44,7 @@ from warehouse.build import build_warehouse
 
 TRACES = dg.DynamicPartitionsDefinition(name="traces")
 DUMP_TAG = "expert_tier/dump"
+HIT_RATE_TABLES = ("hit_rate", "hit_rate_layer")
 
 
 class DataFolderResource(dg.ConfigurableResource[DataFolder]):
@@ -126,6 +129,51 @@ def _trace_metadata(file: Path, metadata: TraceMetadata) -> dict[str, Any]:
     }
 
 
+@dg.multi_asset(
+    name="hit_rates",
+    specs=[
+        dg.AssetSpec(
+            name,
+            deps=[routing],
+            group_name="expert_tier",
+            kinds={"parquet"},
+            description=f"{said} {TABLES[name].grain}",
+        )
+        for name, said in (
+            ("hit_rate", "Simulated hit rates at three capacities, with intervals and nulls."),
+            ("hit_rate_layer", "The same layer by layer."),
+        )
+    ],
+    partitions_def=TRACES,
+    check_specs=[spec for name in HIT_RATE_TABLES for spec in schema_check_specs(name)],
+    can_subset=False,
+)
+def hit_rates(context: dg.AssetExecutionContext, data: DataFolderResource) -> Iterator[Any]:
+    """Simulates every policy once for both tables."""
+    trace = read_trace(data.folder.trace_file(context.partition_key))
+    frames = dict(zip(HIT_RATE_TABLES, simulate_hit_rate(trace), strict=True))
+    for name, frame in frames.items():
+        show = _show_hit_rates if name == "hit_rate" else _nothing
+        partition, inputs = context.partition_key, trace_inputs(trace.metadata)
+        yield from _written(data.folder, name, partition, frame, inputs, show, key=name)
+
+
+@dg.asset(
+    partitions_def=TRACES,
+    deps=[routing, "hit_rate"],
+    group_name="expert_tier",
+    kinds={"parquet"},
+    check_specs=schema_check_specs("reporting_block"),
+    description=f"What a result has to be reported with (arXiv 2608.07911). {TABLES['reporting_block'].grain}",
+)
+def reporting_block(context: dg.AssetExecutionContext, data: DataFolderResource) -> Iterator[Any]:
+    """Answers the block from the stored hit rates."""
+    trace = read_trace(data.folder.trace_file(context.partition_key))
+    frame = answer_reporting_block(trace, pl.read_parquet(data.folder.result_file("hit_rate", context.partition_key)))
+    inputs = trace_inputs(trace.metadata)
+    yield from _written(data.folder, "reporting_block", context.partition_key, frame, inputs, _nothing)
+
+
 def _per_trace(
     name: str,
     compute: Callable[[Trace], pl.DataFrame],
@@ -159,14 +207,17 @@ def _written(
     frame: pl.DataFrame,
     inputs: dict[str, str],
     show: Callable[[pl.DataFrame], dict[str, Any]],
+    key: str | None = None,
 ) -> Iterator[Any]:
+    """The check and the result of a table; `key` names the asset where one function makes several."""
     table = TABLES[name]
     result = schema_check_result(frame, table)
     yield result
     if not result.passed:
         raise dg.Failure(description=str(result.metadata["failures"].value), allow_retries=False)
     file = write_result(folder, table, partition, frame, inputs)
-    yield dg.MaterializeResult(metadata={**_frame_metadata(name, frame), "bytes": file.stat().st_size, **show(frame)})
+    metadata = {**_frame_metadata(name, frame), "bytes": file.stat().st_size, **show(frame)}
+    yield dg.MaterializeResult(asset_key=key, metadata=metadata)
 
 
 def _frame_metadata(name: str, frame: pl.DataFrame) -> dict[str, Any]:
@@ -216,9 +267,6 @@ trace_check = _per_trace(
 trace_locality = _per_trace(
     "trace_locality", measure_trace_locality, description="Reuse, skew and coverage with nulls.", show=_show_locality
 )
-hit_rate = _per_trace(
-    "hit_rate", simulate_hit_rate, description="Simulated hit rates at three capacities.", show=_show_hit_rates
-)
 miss_ratio_curve = _per_trace(
     "miss_ratio_curve", simulate_miss_ratio_curve, description="Simulated curves per policy.", show=_show_curve
 )
@@ -261,6 +309,20 @@ def domain_overlap(data: DataFolderResource) -> Iterator[Any]:
 
 def _shape(metadata: TraceMetadata) -> tuple[list[int], list[int]]:
     return metadata.moe_layer_ids, metadata.experts_per_layer
+
+
+@dg.asset(
+    group_name="expert_tier",
+    kinds={"parquet"},
+    check_specs=schema_check_specs("inversion"),
+    description=f"Why LRU falls under a static table at tiny budgets, reconstructed. {TABLES['inversion'].grain}",
+)
+def inversion(data: DataFolderResource) -> Iterator[Any]:
+    """Replays a synthetic trace both ways; a result of this version stays as it is."""
+    rows = stored_inversion(data.folder)
+    if rows is None:
+        rows = inversion_rows(synthetic_trace())
+    yield from _written(data.folder, "inversion", PARTITION, rows, INPUTS, _nothing)
 
 
 class ReplayConfig(dg.Config):
@@ -357,10 +419,12 @@ def _bytes_text(size_bytes: int | None) -> str:
         trace,
         trace_check,
         trace_locality,
-        hit_rate,
+        *HIT_RATE_TABLES,
+        reporting_block,
         miss_ratio_curve,
         lookahead_recall,
         domain_overlap,
+        inversion,
         *REPLAY_TABLES,
     ],
     group_name="expert_tier",
@@ -383,6 +447,15 @@ def report(data: DataFolderResource) -> dg.MaterializeResult[None]:
     return dg.MaterializeResult(metadata={"bytes": file.stat().st_size, "path": dg.MetadataValue.path(str(file))})
 
 
-PER_TRACE = (routing, trace, trace_check, trace_locality, hit_rate, miss_ratio_curve, lookahead_recall)
+PER_TRACE = (
+    routing,
+    trace,
+    trace_check,
+    trace_locality,
+    hit_rates,
+    reporting_block,
+    miss_ratio_curve,
+    lookahead_recall,
+)
 REPLAYS = (native_replay,)
-OVER_TRACES = (domain_overlap, warehouse, report)
+OVER_TRACES = (domain_overlap, inversion, warehouse, report)

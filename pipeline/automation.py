@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 
 import dagster as dg
 
-from pipeline.assets import DUMP_TAG, OVER_TRACES, PER_TRACE, REPLAYS, TRACES, DataFolderResource, is_dump
+from pipeline.assets import DUMP_TAG, OVER_TRACES, PER_TRACE, REPLAYS, TRACES, DataFolderResource, inversion, is_dump
 from pipeline.ingest import metadata_file, read_user_metadata, trace_id_for
 from pipeline.replays import unreplayed_traces
 from pipeline.results import stale_traces
 from schemas.files import DataFolder
 
+NIGHTLY = "0 3 * * *"
 MAX_NEW_PER_TICK = 20
 MAX_BYTES_PER_TICK = 10 * 2**30
 """Dumps and bytes hashed per tick (one dump at least), so that a tick ends within the 60 s that Dagster gives it."""
@@ -87,7 +88,7 @@ def dumps_folder(context: dg.SensorEvaluationContext, data: DataFolderResource) 
 
 @dg.schedule(
     job=per_trace_job,
-    cron_schedule="0 3 * * *",
+    cron_schedule=NIGHTLY,
     default_status=dg.DefaultScheduleStatus.RUNNING,
     description="Re-runs analyses of traces that are new, changed, or made by an older parser or analysis.",
 )
@@ -123,14 +124,22 @@ _WHEN_UPSTREAM_CHANGES = (
 )
 
 
+# It has nothing upstream, and costs nothing while its version is the current one.
+_WHEN_MISSING_AND_NIGHTLY = dg.AutomationCondition.on_cron(NIGHTLY) | (
+    dg.AutomationCondition.missing()
+    & ~dg.AutomationCondition.in_progress()
+    & ~dg.AutomationCondition.execution_failed()
+)
+
+
 def with_automation(assets: Sequence[dg.AssetsDefinition]) -> list[dg.AssetsDefinition]:
-    """The assets that span all traces, made again whenever something upstream is."""
-    return [
-        asset.map_asset_specs(lambda spec: spec.replace_attributes(automation_condition=_WHEN_UPSTREAM_CHANGES))
-        if asset in OVER_TRACES
-        else asset
-        for asset in assets
-    ]
+    """The assets that span all traces, made again whenever something upstream is; what has no upstream, each night."""
+
+    def automated(asset: dg.AssetsDefinition) -> dg.AssetsDefinition:
+        condition = _WHEN_MISSING_AND_NIGHTLY if asset is inversion else _WHEN_UPSTREAM_CHANGES
+        return asset.map_asset_specs(lambda spec: spec.replace_attributes(automation_condition=condition))
+
+    return [automated(asset) if asset in OVER_TRACES else asset for asset in assets]
 
 
 over_traces_sensor = dg.AutomationConditionSensorDefinition(

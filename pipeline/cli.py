@@ -50,6 +50,7 @@ a first session:
   expert-tier inspect my.npz                       what the dump says, what it leaves open, every check
   expert-tier ingest my.npz --meta domain=code     raw dump → data/traces/<trace_id>.parquet
   expert-tier run                                  analyses of all traces, warehouse, report
+  expert-tier inversion                            LRU against a static table at tiny budgets, on synthetic routes
   expert-tier query --list                         tables and views, with what they answer
   expert-tier query "SELECT trace_id, scope, policy, capacity_experts_total, hit_rate FROM hit_rate
                      WHERE semantics = 'event_atomic' ORDER BY ALL"
@@ -113,6 +114,13 @@ def _parser() -> argparse.ArgumentParser:
         "--trace", nargs="+", action="extend", metavar="ID",
         help="these, again if need be (default: all that are new, changed, or made by an older version)",
     )  # fmt: skip
+    command.add_argument("--json", action="store_true", help="print one JSON document")
+
+    command = add(
+        "inversion",
+        _inversion,
+        "Why LRU falls under a static table at tiny budgets: synthetic routes replayed both ways, in every order.",
+    )
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
     command = add("query", _query, "Asks the warehouse in DuckDB SQL; the file is opened read-only.")
@@ -329,6 +337,18 @@ def _flat(frame: pl.DataFrame) -> pl.DataFrame:
     return pl.DataFrame(columns)
 
 
+def _inversion(arguments: argparse.Namespace) -> int:
+    from pipeline.inversion import inversion_sentences, inversion_text, kept_inversion
+
+    with _Progress("replaying a synthetic trace"):
+        rows = kept_inversion(_folder(arguments))
+    if arguments.json:
+        print(json.dumps({"results": rows.to_dicts(), "findings": inversion_sentences(rows)}))
+    else:
+        print("\n".join(inversion_text(rows)))
+    return 0
+
+
 def _report(arguments: argparse.Namespace) -> int:
     from pipeline.report import write_report
 
@@ -420,6 +440,10 @@ def _size(size_bytes: int | None, unknown: str = "-") -> str:
     return unknown if size_bytes is None else format_bytes(size_bytes)
 
 
+_DEMO_POLICIES = ("lru", "sieve", "lfu_gated", "static", "belady_forced", "belady_bypass")
+"""Enough for a first look; the table hit_rate has all."""
+
+
 def _answer(data: DataFolder, done: Sequence[Ingested]) -> list[str]:
     """The demo's answer in about twenty lines, read from the warehouse like anybody would."""
     from warehouse.build import query
@@ -440,7 +464,7 @@ def _answer(data: DataFolder, done: Sequence[Ingested]) -> list[str]:
         f"{contract['accesses']:,} accesses scored; static table fitted on {_fit(rates)}",
         f"  {'policy':<16}" + "".join(f"{f'{number} of {pool} experts':>24}" for number in capacities),
     ]
-    for policy in rates["policy"].unique(maintain_order=True).to_list():
+    for policy in _DEMO_POLICIES:
         of_policy = rates.filter(pl.col("policy") == policy).sort("capacity_experts_total")
         lines.append(
             f"  {policy:<16}" + "".join(f"{row['hit_rate']:>24.3f}" for row in of_policy.iter_rows(named=True))

@@ -27,11 +27,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table on the page; the first cell of each row is its heading."""
+    """A table on the page; the first cell of each row is its heading, and a row of one cell heads those after it.
+
+    With a `summary` the table stays folded behind it.
+    """
 
     caption: str
     head: list[list[Cell]]
     rows: list[list[Cell]]
+    summary: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,11 @@ def side_by_side(ratio: float | None, other: float | None) -> str:
 def percent(ratio: float | None) -> str:
     """A share with one decimal; a dash for null."""
     return "—" if ratio is None else f"{100 * ratio:.1f}\N{NARROW NO-BREAK SPACE}%"
+
+
+def points(difference: float) -> str:
+    """A difference of shares in percentage points, signed."""
+    return f"{100 * difference:+.1f}".replace("-", "\N{MINUS SIGN}")
 
 
 def sized(size_bytes: float | None) -> str:

@@ -7,7 +7,7 @@ Text that came out of a dump reaches the page through Jinja's autoescaping only,
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +18,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter
 
+from pipeline.inversion import COMMAND as INVERSION_COMMAND
+from pipeline.inversion import inversion_block
 from pipeline.page import (
     Block,
     Cell,
@@ -31,6 +33,7 @@ from pipeline.page import (
     percent,
     phase_text,
     plural,
+    points,
     sentence_case,
     side_by_side,
     sized,
@@ -50,27 +53,63 @@ from pipeline.plots import (
     show_layers,
 )
 from pipeline.replay_report import native_runs
+from replayer.disclosure import belady_gap, best_causal, is_causal
 from schemas.columns import COLUMNS
 from schemas.files import DataFolder, publish, remove_stale
-from schemas.tables import CONTRACT, REPLAY_TABLES, TABLES
+from schemas.tables import CONTRACT, REPLAY_TABLES, SWEEP_TABLES, TABLES
 from warehouse.build import read_tables
 
 TEMPLATE = "report.html.j2"
 
 # What has to agree before two hit rates are compared, apart from what a plot or table puts side by side.
 SHARED_CONTRACT = tuple(
-    name for name in CONTRACT if name not in ("policy", "semantics", "fit", "capacity_experts_total", "capacity_bytes")
+    name
+    for name in CONTRACT
+    if name
+    not in (
+        "policy",
+        "semantics",
+        "fit",
+        "capacity_experts_total",
+        "capacity_bytes",
+        "seed",
+        "pinned_fraction",
+        "folios_per_expert",
+    )
 )
 SEMANTICS_LABELS = {"event_atomic": "event-atomic", "sequential": "sequential"}
-POLICY_LABELS = {
-    "lru": "LRU",
-    "lfu_gated": "LFU, gated",
-    "lfu_always": "LFU, always admits",
-    "static": "static table",
-    "belady_forced": "Belady, forced",
-    "belady_bypass": "Belady, bypass",
+POLICY_GROUPS = {
+    "Recency, queues and chance": {
+        "lru": "LRU",
+        "fifo": "FIFO",
+        "clock": "CLOCK",
+        "sieve": "SIEVE",
+        "s3fifo": "S3-FIFO",
+        "arc": "ARC",
+        "least_stale": "Least-Stale",
+        "random": "random victim",
+    },
+    "Frequency": {
+        "lfu_gated": "LFU, gated",
+        "lfu_always": "LFU, always admits",
+        "lfu_in_cache": "LFU, counts forgotten",
+        "lfru": "LFRU",
+    },
+    "Tables": {"static": "static table", "pinned_lru": "pinned part, LRU beside it"},
+    "Models of the kernel's page cache": {"two_list": "two lists", "mglru": "MGLRU"},
+    "Knowing the future": {"belady_forced": "Belady, forced", "belady_bypass": "Belady, bypass"},
 }
-KNOWING_THE_FUTURE = ("belady_forced", "belady_bypass")
+POLICY_LABELS = {policy: label for group in POLICY_GROUPS.values() for policy, label in group.items()}
+_LABELS_IN_SENTENCES = {
+    "lfu_gated": "gated LFU",
+    "lfu_always": "LFU that always admits",
+    "lfu_in_cache": "LFU with counts forgotten",
+    "pinned_lru": "LRU beside a pinned part",
+    "two_list": "the kernel's two lists (model)",
+    "mglru": "the kernel's MGLRU (model)",
+    "belady_forced": "forced Belady",
+    "belady_bypass": "Belady with bypass",
+}
 PREDICTOR_LABELS = {"previous_token": "previous token", "conditional": "conditional table"}
 UNKNOWN_FACTS = {
     "model": "the model",
@@ -106,7 +145,10 @@ OTHER_STYLES: tuple[LineStyle, ...] = (
     ("blue", "--", "D"),
 )
 WIDTH_STYLES: tuple[LineStyle, ...] = (("blue", "-", "o"), ("vermillion", "-", "s"), ("green", "-", "D"))
-_OF_TRACES = tuple(name for name in TABLES if name not in REPLAY_TABLES)
+_OF_TRACES = tuple(name for name in TABLES if name not in (*REPLAY_TABLES, *SWEEP_TABLES, "inversion"))
+_FUTURE = "Knowing the future"
+_WHOLE_CURVE = 20
+"""A line of more points than this is drawn without its markers."""
 _ORDER_WORDS = {1: "above", 0: "level with", -1: "below"}
 _WINDOW_NAMES = {1: "W₁", 8: "W₈", 64: "W₆₄"}
 
@@ -147,6 +189,8 @@ def render_report(tables: dict[str, pl.DataFrame]) -> str:
         ],
         strangers=sorted({one for name in _OF_TRACES for one in tables[name]["trace_id"]} - trace_ids),
         overlap=_overlap_block(tables["domain_overlap"].to_dicts(), {trace["trace_id"]: trace for trace in traces}),
+        inversion=inversion_block(tables["inversion"]) if tables["inversion"].height else None,
+        inversion_command=f"{INVERSION_COMMAND} && expert-tier run",
         native=native_runs(tables, plots),
         colours=COLOURS,
     )
@@ -199,6 +243,7 @@ class Section:
     unknowns: list[str]
     facts: list[tuple[str, str]]
     checks: Grid | None
+    reporting: Grid | None
     blocks: list[Block]
     overview: list[Cell]
     command: str
@@ -219,6 +264,7 @@ def _section(anchor: str, trace: Row, rows: dict[str, list[Row]], newer: str | N
         unknowns=[UNKNOWN_FACTS.get(name, name) for name in re.split(r"\s*,\s*", trace["unknowns"].strip()) if name],
         facts=_facts(trace, phases=sorted({row["phase"] for row in (*hit_rates, *locality)})),
         checks=_checks_grid(rows["trace_check"]),
+        reporting=_reporting_grid(rows["reporting_block"]),
         blocks=[
             *_policy_blocks(trace, rows["miss_ratio_curve"], hit_rates, plots),
             *_locality_blocks(trace, locality, plots),
@@ -293,6 +339,27 @@ def _checks_grid(checks: Sequence[Row]) -> Grid | None:
     )
 
 
+def _reporting_grid(block: Sequence[Row]) -> Grid | None:
+    if not block:
+        return None
+    ordered = sorted(block, key=lambda row: row["item"])
+    known = sum(row["known"] for row in ordered)
+    lines: list[list[Cell]] = []
+    for topic, items in groupby(ordered, key=lambda row: row["topic"]):
+        lines.append([Cell(sentence_case(topic), is_text=True, span=3)])
+        lines += [
+            [Cell(row["item"], is_text=True), Cell(row["question"], is_text=True), Cell(row["answer"], is_text=True)]
+            for row in items
+        ]
+    return Grid(
+        caption="What a result has to be reported with by arXiv 2608.07911, answered for a cache per layer from the "
+        "hit rates above and what dump and user say.",
+        head=[[Cell(text, is_text=True) for text in ("item", "question", "answer")]],
+        rows=lines,
+        summary=f"Reporting block: {known} of {len(ordered)} items answered in full",
+    )
+
+
 def _overview(trace: Row, hit_rates: Sequence[Row], locality: Sequence[Row]) -> list[Cell]:
     """The trace's line in the index: LRU and Belady at the middle capacity of its first contract, and W_1."""
     cells = [
@@ -331,7 +398,10 @@ def _policy_blocks(trace: Row, curve: Sequence[Row], hit_rates: Sequence[Row], p
                 heading=f"Hit rate by capacity in {unit}, {scope}",
                 findings=_policy_findings(trace, rows),
                 pictures=[_curve_picture(trace, shared, curves[key], plots)] if key in curves else [],
-                grids=[_hit_rate_grid(trace, shared, rows, is_below_plot=key in curves)] if rows else [],
+                grids=[
+                    *([_hit_rate_grid(trace, shared, rows, is_below_plot=key in curves)] if rows else []),
+                    *_null_grids(trace, rows),
+                ],
             )
         )
     return blocks
@@ -368,7 +438,7 @@ def _by_policy(rows: Iterable[Row]) -> list[tuple[str, str | None, list[Row]]]:
     ]
 
 
-def _capacity(row: Row) -> int:
+def _capacity(row: Mapping[str, Any]) -> int:
     experts: int | None = row["capacity_experts_total"]
     in_bytes: int = row["capacity_bytes"] or 0
     return in_bytes if experts is None else experts
@@ -378,7 +448,7 @@ def _capacities(rows: Iterable[Row]) -> list[int]:
     return sorted({_capacity(row) for row in rows})
 
 
-def _capacity_text(row: Row) -> str:
+def _capacity_text(row: Mapping[str, Any]) -> str:
     experts = row["capacity_experts_total"]
     return sized(row["capacity_bytes"]) if experts is None else f"{amount(experts)} {plural('expert', experts)}"
 
@@ -399,11 +469,15 @@ def _names(keys: Iterable[tuple[str, str | None]]) -> dict[tuple[str, str | None
     for policy, fit in keys:
         fits.setdefault(policy, set()).add(fit)
     return {
-        (policy, fit): POLICY_LABELS.get(policy, policy)
-        + (f" ({_fit_text(fit)})" if fit and len(of_policy) > 1 else "")
+        (policy, fit): _named(policy) + (f" ({_fit_text(fit)})" if fit and len(of_policy) > 1 else "")
         for policy, of_policy in fits.items()
         for fit in of_policy
     }
+
+
+def _named(policy: str) -> str:
+    """A policy inside a sentence, where a comma in a label would look like the end of it."""
+    return _LABELS_IN_SENTENCES.get(policy) or POLICY_LABELS.get(policy, policy)
 
 
 def _fit_text(fit: str) -> str:
@@ -420,7 +494,23 @@ def _policy_findings(trace: Row, rows: Sequence[Row]) -> list[str]:
     findings = []
     for semantics, panel in _by_semantics(rows):
         findings += _findings_of_panel(trace, semantics, panel)
-    return findings + _findings_across_semantics(rows)
+    return [*findings, *_findings_across_semantics(rows), *_pressure_findings(rows)]
+
+
+def _pressure_findings(rows: Sequence[Row]) -> list[str]:
+    """Where an event alone accesses more than its cache holds, from the smallest capacity up."""
+    findings = []
+    for capacity in _capacities(rows):
+        row = next(row for row in rows if _capacity(row) == capacity)
+        above, events = row["events_above_capacity"], row["scored_events"]
+        if above:
+            findings.append(
+                f"At {_capacity_text(row)} {amount(above)} of {amount(events)} scored events "
+                f"({percent(above / events)}) access more experts than their cache holds, so no policy can serve them "
+                f"from it; experts accessed ÷ capacity is {row['pressure_mean']:.2f} in the mean, "
+                f"{row['pressure_p95']:.2f} at the 95th percentile."
+            )
+    return findings
 
 
 def _findings_of_panel(trace: Row, semantics: str, panel: Sequence[Row]) -> list[str]:
@@ -449,12 +539,107 @@ def _findings_of_panel(trace: Row, semantics: str, panel: Sequence[Row]) -> list
         pairs = [(of_policy[capacity], lru[capacity]) for capacity in sorted(lru.keys() & of_policy.keys())]
         if policy == "static" and pairs:
             findings.append(f"{name}: the {names[policy, fit]} is {_against_lru(pairs)}.{_fit_warning(fit)}")
-    return [*findings, *_best_of_panel(name, by_policy)]
+    return [
+        *findings,
+        *_best_of_panel(name, by_policy),
+        *_beyond_the_interval(name, panel),
+        *_over_the_null(name, lru),
+        *_gap_of_the_best(name, panel),
+    ]
+
+
+def _beyond_the_interval(name: str, panel: Sequence[Row]) -> list[str]:
+    """Which policies differ from their reference by more than chance, at the middle capacity of those compared."""
+    compared = [row for row in panel if is_causal(row) and row["over_reference_low"] is not None]
+    if not compared:
+        return []
+    capacity = _middle(_capacities(compared))
+    rows = [row for row in compared if _capacity(row) == capacity]
+    names = _names((row["policy"], row["fit"]) for row in panel)
+    sides: dict[int, list[str]] = {1: [], -1: [], 0: []}
+    for row in sorted(rows, key=lambda row: -row["over_reference"]):
+        side = _side(row)
+        interval = f" ({points(row['over_reference'])}, {_interval(row, 'over_reference', points)} points)"
+        sides[side].append(names[row["policy"], row["fit"]] + (interval if side == 1 else ""))
+    reference = _named(rows[0]["reference_policy"])
+    parts = [
+        f"{'more' if side == 1 else 'fewer'} hits than {reference}: {listed(sides[side]) or 'no policy'}"
+        for side in (1, -1)
+    ]
+    parts += [f"not told apart from {reference}: {listed(sides[0])}"] if sides[0] else []
+    return [
+        f"{name}, {_capacity_text(rows[0])}, beyond the 95 % interval of the difference (Belady and what saw the "
+        f"future aside): {'; '.join(parts)}."
+    ]
+
+
+def _over_the_null(name: str, lru: dict[int, Row]) -> list[str]:
+    """How much of LRU's hit rate is left with the tokens shuffled, at the middle capacity."""
+    known = {capacity: row for capacity, row in lru.items() if row["shuffled_accesses"] and row["accesses"]}
+    if not known:
+        return []
+    row = known[_middle(sorted(known))]
+    difference = row["hits"] / row["accesses"] - row["shuffled_hits"] / row["shuffled_accesses"]
+    if difference > 0:
+        meaning = "the rest comes from the order of the text"
+    elif difference < 0:
+        meaning = "the order of the text costs it hits"
+    else:
+        meaning = "the order of the text gives it nothing"
+    return [
+        f"{name}, {_capacity_text(row)}: with the tokens shuffled LRU hits {percent(row['shuffled_hit_rate'])} of "
+        f"{amount(row['shuffled_accesses'])} accesses, in recorded order {percent(row['hit_rate'])}: {meaning}."
+    ]
+
+
+def _side(row: Row) -> int:
+    """1 if the whole interval of the difference to the reference lies above 0, −1 if below, else 0."""
+    low, high = row["over_reference_low"], row["over_reference_high"]
+    if low is None or high is None:
+        return 0
+    return int(low > 0) - int(high < 0)
+
+
+def _interval(row: Row, column: str, text: Callable[[float], str]) -> str:
+    return f"{text(row[f'{column}_low'])} to {text(row[f'{column}_high'])}"
+
+
+def _gap_of_the_best(name: str, panel: Sequence[Row]) -> list[str]:
+    """How far the best policy that does not know the future is from Belady at the middle capacity, and why."""
+    belady = {(row["policy"], _capacity(row)): row for row in panel if row["policy"] in POLICY_GROUPS[_FUTURE]}
+    capacities = sorted(
+        capacity
+        for capacity in _capacities(panel)
+        if all((policy, capacity) in belady for policy in POLICY_GROUPS[_FUTURE])
+    )
+    best = best_causal([row for row in panel if capacities and _capacity(row) == _middle(capacities)])
+    if best is None:
+        return []
+    bypass, forced = (belady[policy, _capacity(best)]["misses"] for policy in ("belady_bypass", "belady_forced"))
+    gap = belady_gap(best["misses"], bypass, forced)
+    if gap.saved_misses <= 0 or gap.admission_misses is None or gap.victim_misses is None:
+        return []
+    label = _named(best["policy"])
+    sentence = (
+        f"{name}, {_capacity_text(best)}: of the {amount(gap.misses_best_causal)} misses of the best policy that does "
+        f"not know the future ({label}), Belady with bypass saves {amount(gap.saved_misses)} ({percent(gap.gap)}). "
+    )
+    if gap.victim_misses < 0:
+        sentence += (
+            f"Belady that has to admit misses {amount(-gap.victim_misses)} more than {label}: here what not to admit "
+            "matters more than which expert to evict."
+        )
+    else:
+        sentence += (
+            f"{amount(gap.admission_misses)} of these ({percent(gap.admission_share)}) come from not having to admit, "
+            f"{amount(gap.victim_misses)} ({percent(gap.victim_share)}) from better victims."
+        )
+    return [sentence]
 
 
 def _best_of_panel(name: str, by_policy: dict[tuple[str, str | None], dict[int, Row]]) -> list[str]:
     """Which policy that does not know the future hits most, from the smallest capacity up."""
-    causal = {key: rows for key, rows in by_policy.items() if _is_causal(*key)}
+    causal = {key: rows for key, rows in by_policy.items() if all(is_causal(row) for row in rows.values())}
     if len(causal) < 2:
         return []
     names = _names(by_policy)
@@ -469,10 +654,6 @@ def _best_of_panel(name: str, by_policy: dict[tuple[str, str | None], dict[int, 
         for best, run in groupby(places, key=lambda place: place[0])
     ]
     return [f"{name}, most hits of the policies that do not know the future: {'; '.join(runs)}."]
-
-
-def _is_causal(policy: str, fit: str | None) -> bool:
-    return policy not in KNOWING_THE_FUTURE and fit != "same"
 
 
 def _gap_to_belady(lru: Row, belady: Row) -> str:
@@ -519,18 +700,23 @@ def _findings_across_semantics(rows: Sequence[Row]) -> list[str]:
         capacity for policy, fit, capacity in atomic.keys() & sequential.keys() if (policy, fit) == ("lru", None)
     )
     names = _names((policy, fit) for policy, fit, _ in atomic)
-    turned, compared = [], 0
+    turned, compared, near = [], 0, 0
     for policy, fit, capacity in sorted(atomic.keys() & sequential.keys(), key=lambda key: (key[2], str(key))):
-        if policy == "lru" or policy in KNOWING_THE_FUTURE or capacity not in lru_capacities:
+        if policy == "lru" or policy in POLICY_GROUPS[_FUTURE] or capacity not in lru_capacities:
             continue
         compared += 1
         key, lru_key = (policy, fit, capacity), ("lru", None, capacity)
         before, after = (_compare(side[key], side[lru_key]) for side in (atomic, sequential))
-        if before != after:
-            turned.append(
-                f"{names[policy, fit]} at {_capacity_text(atomic[key])} is {_ORDER_WORDS[before]} LRU "
-                f"event-atomic and {_ORDER_WORDS[after]} LRU sequential"
-            )
+        told_apart = [_side(side[key]) for side in (atomic, sequential) if side[key]["over_reference_low"] is not None]
+        if before == after:
+            continue
+        if told_apart and not any(told_apart):
+            near += 1
+            continue
+        turned.append(
+            f"{names[policy, fit]} at {_capacity_text(atomic[key])} is {_ORDER_WORDS[before]} LRU "
+            f"event-atomic and {_ORDER_WORDS[after]} LRU sequential"
+        )
     findings = []
     if lru_capacities:
         capacity = lru_capacities[0]
@@ -542,6 +728,11 @@ def _findings_across_semantics(rows: Sequence[Row]) -> list[str]:
         )
     if turned:
         findings.append(f"The way of counting decides between policies: {'; '.join(turned)}.")
+    elif compared and near:
+        findings.append(
+            "Either way the same policies are above LRU at each capacity of the table, but for differences that lie "
+            "within their intervals."
+        )
     elif compared:
         findings.append("Either way the same policies are above LRU at each capacity of the table.")
     return findings
@@ -559,36 +750,129 @@ def _hit_rate_grid(trace: Row, shared: Row, rows: Sequence[Row], *, is_below_plo
         for semantics, panel in _by_semantics(rows)
         for capacity in _capacities(panel)
     ]
-    groups = [
-        Cell(SEMANTICS_LABELS.get(semantics, semantics), f"of {_accesses_text(panel)}", span=len(_capacities(panel)))
-        for semantics, panel in _by_semantics(rows)
-    ]
 
     def cells(policy: str, fit: str | None) -> Iterator[Cell]:
         for _, _, column in columns:
-            causal = [row for row in column if _is_causal(row["policy"], row["fit"])]
+            causal = [row for row in column if is_causal(row)]
             row = next((row for row in column if (row["policy"], row["fit"]) == (policy, fit)), None)
             is_best = row in causal and all(_compare(row or {}, other) >= 0 for other in causal)
-            yield (Cell("—") if row is None else Cell(percent(row["hit_rate"]), amount(row["hits"]), is_best=is_best))
+            yield Cell("—") if row is None else _rate_cell(row, is_best=is_best)
 
     contract = "Contract as below the plot." if is_below_plot else _contract_text(shared, rows)
+    has_interval = any(row["hit_rate_low"] is not None for row in rows)
+    below = "its 95 % interval (blocks of steps resampled) and the hits" if has_interval else "the hits"
+    arrows = (
+        " ▲ and ▼: above and below LRU beyond the interval of the difference, which is narrower than the two "
+        "intervals make it look."
+        if any(_side(row) for row in rows)
+        else ""
+    )
     return Grid(
-        caption=f"Simulated hit rate, and below it the hits. Bold: most hits without knowing the future. {contract}",
-        head=[
-            [Cell(""), *groups],
-            [
-                Cell("policy", is_text=True),
-                *(Cell(_capacity_text(column[0]), _share_of_pool(column[0], trace)) for _, _, column in columns),
-            ],
+        caption=f"Simulated hit rate, and below it {below}. Bold: most hits without knowing the future.{arrows} "
+        f"{contract}",
+        head=_capacity_head(trace, rows),
+        rows=_grouped_rows(rows, cells, width=len(columns)),
+    )
+
+
+def _rate_cell(row: Row, *, is_best: bool) -> Cell:
+    arrow = {1: "▲ ", -1: "▼ ", 0: ""}[_side(row)]
+    interval = "" if row["hit_rate_low"] is None else f"{_share_interval(row)} · "
+    return Cell(arrow + percent(row["hit_rate"]), interval + amount(row["hits"]), is_best=is_best)
+
+
+def _share_interval(row: Row) -> str:
+    return f"{100 * row['hit_rate_low']:.1f}–{100 * row['hit_rate_high']:.1f}"
+
+
+def _capacity_head(trace: Row, rows: Sequence[Row]) -> list[list[Cell]]:
+    """Two lines: the semantics, and below each its capacities."""
+    panels = _by_semantics(rows)
+    firsts = [
+        next(row for row in panel if _capacity(row) == capacity)
+        for _, panel in panels
+        for capacity in _capacities(panel)
+    ]
+    return [
+        [
+            Cell(""),
+            *(
+                Cell(
+                    SEMANTICS_LABELS.get(semantics, semantics),
+                    f"of {_accesses_text(panel)}",
+                    span=len(_capacities(panel)),
+                )
+                for semantics, panel in panels
+            ),
         ],
-        rows=[
+        [
+            Cell("policy", is_text=True),
+            *(Cell(_capacity_text(row), _share_of_pool(row, trace)) for row in firsts),
+        ],
+    ]
+
+
+def _grouped_rows(
+    rows: Sequence[Row], cells: Callable[[str, str | None], Iterable[Cell]], *, width: int
+) -> list[list[Cell]]:
+    """A line per policy and fit, under the name of its kind where there are several kinds."""
+    kinds = {policy: kind for kind, policies in POLICY_GROUPS.items() for policy in policies}
+    runs = [
+        (kind, list(run))
+        for kind, run in groupby(_by_policy(rows), key=lambda of_policy: kinds.get(of_policy[0], "Others"))
+    ]
+    lines: list[list[Cell]] = []
+    for kind, run in runs:
+        if len(runs) > 1:
+            lines.append([Cell(kind, is_text=True, span=width + 1)])
+        lines += [
             [
                 Cell(POLICY_LABELS.get(policy, policy), "" if fit is None else _fit_text(fit), is_text=True),
                 *cells(policy, fit),
             ]
-            for policy, fit, _ in _by_policy(rows)
-        ],
+            for policy, fit, _ in run
+        ]
+    return lines
+
+
+def _null_grids(trace: Row, rows: Sequence[Row]) -> list[Grid]:
+    """What is left of the hit rates where only popularity is, folded; nothing where no null was run."""
+    if all(row["shuffled_accesses"] is None for row in rows):
+        return []
+    columns = [
+        [row for row in panel if _capacity(row) == capacity]
+        for _, panel in _by_semantics(rows)
+        for capacity in _capacities(panel)
+    ]
+
+    def cells(policy: str, fit: str | None) -> Iterator[Cell]:
+        for column in columns:
+            row = next((row for row in column if (row["policy"], row["fit"]) == (policy, fit)), None)
+            if row is None or row["shuffled_hit_rate"] is None or row["hit_rate"] is None:
+                yield Cell("—")
+                continue
+            over = points(row["hit_rate"] - row["shuffled_hit_rate"])
+            yield Cell(percent(row["shuffled_hit_rate"]), f"{over} · {amount(row['shuffled_hits'])}")
+
+    # All rows score the same events, so the chances are the same.
+    some = rows[0]
+    said = (
+        f"{percent(some['lag1_chance_ratio'])} ({some['lag1_chance_numerator']:,.1f} ÷ "
+        f"{some['lag1_chance_denominator']:,.1f}), and {percent(some['lag1_uniform_ratio'])} "
+        f"({amount(some['accesses'])} ÷ {amount(some['lag1_uniform_denominator'])}) under a uniform router"
     )
+    shuffled = {row["shuffled_accesses"] for row in rows if row["shuffled_accesses"] is not None}
+    return [
+        Grid(
+            caption="Hit rate with the tokens in random order: what popularity alone gives. Below it by how many "
+            "percentage points the recorded order is above that, and the hits, of "
+            f"{listed([amount(number) for number in sorted(shuffled)])} accesses. By popularity alone an access names "
+            f"an expert of its layer's event before with chance {said}.",
+            head=_capacity_head(trace, rows),
+            rows=_grouped_rows(rows, cells, width=len(columns)),
+            summary="Null control: the same policies with the tokens shuffled",
+        )
+    ]
 
 
 def _accesses_text(rows: Sequence[Row]) -> str:
@@ -599,7 +883,8 @@ def _contract_text(shared: Row, rows: Sequence[Row]) -> str:
     """What was replayed and what was scored, in one or two sentences."""
     begin, end, warm = shared["step_begin"], shared["step_end"], shared["warm_steps"]
     dedup = "each expert once per event" if shared["dedup"] == "union" else "every selection an access"
-    seed = "" if shared["seed"] is None else f", seed {shared['seed']}"
+    seeds = sorted({row["seed"] for row in rows if row["seed"] is not None})
+    seed = f", seed {listed([str(one) for one in seeds])}" if seeds else ""
     parts = [
         f"Scope {shared['scope']}",
         f"{shared['access_order']} order{seed}",
@@ -612,6 +897,10 @@ def _contract_text(shared: Row, rows: Sequence[Row]) -> str:
     ]
     if shared["warm_pass"]:
         parts.append("replayed once before, unscored")
+    if shared["admission"] is not None:
+        parts.append(f"admitted by {shared['admission']}")
+    if shared["quota_fit"] is not None:
+        parts.append(f"shares of the layers fitted on {shared['quota_fit']}")
     fits = sorted({row["fit"] for row in rows if row["fit"] is not None})
     if fits:
         parts.append(f"static table {listed([_fit_text(fit) for fit in fits])}")
@@ -660,12 +949,13 @@ def _policy_styles(rows: Sequence[Row]) -> dict[tuple[str, str | None], LineStyl
 def _policy_lines(rows: Sequence[Row], styles: dict[tuple[str, str | None], LineStyle]) -> list[Line]:
     """A line per policy and fit, of hit rates by capacity: 1 − miss ratio, from the counts."""
     lines = []
-    for policy, fit, points in _by_policy(rows):
-        scored = [row for row in points if row["accesses"]]
+    for policy, fit, of_policy in _by_policy(rows):
+        scored = [row for row in of_policy if row["accesses"]]
+        colour, dashes, marker = styles[policy, fit]
         lines.append(
             Line(
                 label=POLICY_LABELS.get(policy, policy),
-                style=styles[policy, fit],
+                style=(colour, dashes, "" if len(_capacities(scored)) > _WHOLE_CURVE else marker),
                 x=[_capacity(row) for row in scored],
                 y=[(row["accesses"] - row["misses"]) / row["accesses"] for row in scored],
                 detail="" if fit is None else _fit_text(fit),
@@ -1039,7 +1329,9 @@ def _show_capacities(axes: Axes, rows: Sequence[Row], *, pool_experts: int | Non
 
     share = ", % of all" if in_experts and pool_experts else ""
     label = f"capacity: experts over all layers{share}" if in_experts else "capacity over all layers"
-    show_capacities(axes, _capacities(rows), name=named, label=label)
+    # Whole curves stand beside policies simulated at some capacities: their places make the better ticks.
+    shared = set.intersection(*({_capacity(row) for row in of_policy} for _, _, of_policy in _by_policy(rows)))
+    show_capacities(axes, sorted(shared) if len(shared) > 1 else _capacities(rows), name=named, label=label)
 
 
 def _draw_reuse(axes: Axes, total: Row) -> list[Line]:

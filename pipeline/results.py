@@ -18,12 +18,21 @@ from replayer.trace import MalformedTrace
 from schemas.files import DataFolder, publish, remove_stale
 from schemas.tables import TABLES, Table
 from schemas.trace import TraceMetadata
-from schemas.validation import validate_table
+from schemas.validation import ContractViolation, validate_table
 
-ANALYSIS_VERSION = 1
+ANALYSIS_VERSION = 2
 """Raised whenever the same trace would give other analyses; the nightly schedule then makes them again."""
 
-PER_TRACE_TABLES = ("trace", "trace_check", "trace_locality", "hit_rate", "miss_ratio_curve", "lookahead_recall")
+PER_TRACE_TABLES = (
+    "trace",
+    "trace_check",
+    "trace_locality",
+    "hit_rate",
+    "hit_rate_layer",
+    "reporting_block",
+    "miss_ratio_curve",
+    "lookahead_recall",
+)
 _PROVENANCE_KEY = b"expert_tier_provenance"
 
 
@@ -43,6 +52,17 @@ def write_result(data: DataFolder, table: Table, partition: str, frame: pl.DataF
     with publish(target) as temporary:
         pq.write_table(arrow, temporary, compression="zstd")
     return target
+
+
+def read_current(data: DataFolder, table: Table, partition: str, inputs: dict[str, str]) -> pl.DataFrame | None:
+    """A stored result that this version would make again from the same inputs; null where there is none."""
+    file = data.result_file(table.name, partition)
+    if _provenance(file) != {"analysis_version": ANALYSIS_VERSION, "inputs": inputs}:
+        return None
+    try:
+        return validate_table(pl.read_parquet(file), table)
+    except (ContractViolation, pl.exceptions.PolarsError, OSError):
+        return None
 
 
 def trace_inputs(metadata: TraceMetadata) -> dict[str, str]:

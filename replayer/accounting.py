@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replayer import counters, policies
+from replayer import counters
+from replayer.caches import Caches, Events
 from replayer.owners import ReadPlan, reads_directly
 from replayer.pool import Pool
-from replayer.trace import Trace, Walk, repeat_twice, steps_without_warmup
+from replayer.recency import lru, lru_state
+from replayer.trace import Trace, Walk, steps_without_warmup
 
 IntArray = npt.NDArray[np.int64]
 
@@ -233,17 +235,15 @@ def percentile_99_of(values: IntArray) -> int | None:
 
 def simulated_lru_hits(recording: Recording, capacity_bytes: int) -> npt.NDArray[np.bool_]:
     """(A,) measured accesses that a simulated LRU of that capacity hits: global, event-atomic, the same passes."""
-    walk = repeat_twice(recording.walk) if recording.request.warm_pass else recording.walk
-    hits = policies.lru(
-        walk.objects,
-        walk.first_access,
-        np.zeros_like(walk.layer),
-        recording.pool.object_bytes,
-        np.array([capacity_bytes], dtype=np.int64),
-        np.array([0, recording.pool.num_objects]),
-        True,
+    walk, pool = recording.walk, recording.pool
+    caches = Caches(
+        pool.object_bytes, np.array([capacity_bytes], dtype=np.int64), np.array([0, pool.num_objects], dtype=np.int64)
     )
-    return hits[len(hits) - len(recording.walk.objects) :] != 0
+    events = Events(walk.objects, walk.first_access, np.zeros_like(walk.layer), walk.step)
+    state, was_hit = lru_state(caches), np.empty(len(walk.objects), dtype=np.uint8)
+    for _ in range(2 if recording.request.warm_pass else 1):
+        lru(state, events, caches, True, was_hit)
+    return was_hit != 0
 
 
 def account(recording: Recording) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
@@ -392,6 +392,22 @@ def _layer_rows(recording: Recording, sizes: IntArray, simulated: npt.NDArray[np
             stalls = recording.stalls_ns[events[: recording.ended_events]]
             rows.append({"layer_id": layer_id, **_group(recording, chosen, sizes, simulated, stalls)})
     return rows
+
+
+def access_columns(recording: Recording) -> dict[str, npt.NDArray[Any]]:
+    """The columns of replay_access, less run_id: observed accesses of ended steps, in the order walked."""
+    hit, partial, absent = recording.classes
+    chosen = np.flatnonzero(hit | partial | absent) if recording.measured else np.zeros(0, dtype=np.int64)
+    objects = recording.walk.objects[chosen]
+    steps = steps_without_warmup(recording.trace)[recording.step_begin : recording.step_end]
+    return {
+        "access": chosen.astype(np.int64),
+        "step_id": steps[recording.walk.step[recording.access_event[chosen]]].astype(np.uint32),
+        "layer_id": recording.pool.object_layer_id[objects].astype(np.int64),
+        "expert_id": recording.pool.object_expert_id[objects].astype(np.int64),
+        "expert_bytes": recording.pool.object_bytes[objects].astype(np.int64),
+        "missing_bytes": recording.arrays["missing_pages"][chosen].astype(np.int64) * recording.page_bytes,
+    }
 
 
 def _group(

@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import replayer
 from replayer import counters, loop
-from replayer.accounting import Limits, Recording, Request, account
+from replayer.accounting import Limits, Recording, Request, access_columns, account
 from replayer.arena import Arena
 from replayer.capacity import Balloon, Group, find_memory_controller, launch_in, memory_group, remove_leftovers
 from replayer.content import expert_key
@@ -76,7 +77,7 @@ class ReplayBusy(OSError):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The rows that one run leaves in each table."""
+    """The rows that one run leaves in each table; `accesses` are columns, less run_id, null where not asked for."""
 
     run: dict[str, Any]
     steps: list[dict[str, Any]]
@@ -84,15 +85,23 @@ class Run:
     proofs: list[dict[str, Any]]
     pool: dict[str, Any]
     machine: dict[str, Any]
+    accesses: dict[str, npt.NDArray[Any]] | None = None
 
 
 def replay(
-    trace: Trace, pool: Pool, request: Request, *, repeat: int = 0, wait_s: float = 0, progress: Progress | None = None
+    trace: Trace,
+    pool: Pool,
+    request: Request,
+    *,
+    repeat: int = 0,
+    wait_s: float = 0,
+    keeps_accesses: bool = False,
+    progress: Progress | None = None,
 ) -> Run:
     """Replays `trace` against `pool` once; call from the main thread.
 
     A run that could be started always comes back as a row, whatever came of it; an interrupt (KeyboardInterrupt or
-    SIGTERM) stops it and marks it.
+    SIGTERM) stops it and marks it. `keeps_accesses`: what each observed access found resident comes back as well.
 
     Raises:
         UnusableReplay, PoolMismatch: trace, pool and request do not go together; nothing was started.
@@ -129,7 +138,9 @@ def replay(
                 recording.machine_after = machine_row(storage_of(pool.folder))
             counted, steps, layers = account(recording)
             proofs = prove(recording, counted)
-    return _rows(recording, run_id, started_at, repeat, counted, steps, layers, proofs)
+            accesses = access_columns(recording) if keeps_accesses else None
+    rows = _rows(recording, run_id, started_at, repeat, counted, steps, layers, proofs)
+    return dataclasses.replace(rows, accesses=accesses)
 
 
 def condition_hash(trace_id: str, pool_id: str, request: Request) -> str:

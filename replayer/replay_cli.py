@@ -19,7 +19,7 @@ from replayer.replay import Run, UnusableReplay, replay
 from replayer.trace import read_trace
 from schemas.columns import DESTINATIONS, FADVICES, MECHANISMS, OBSERVATIONS, OWNERS
 from schemas.files import DataFolder, publish
-from schemas.tables import TABLES
+from schemas.tables import FILE_TABLES, TABLES
 
 _EPILOG = """\
 examples:
@@ -74,6 +74,11 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     command.add_argument(
         "--observe", choices=OBSERVATIONS, default="every", help="ask for residency before each read (default every)"
     )
+    command.add_argument(
+        "--accesses",
+        action="store_true",
+        help="also write the table replay_access: what each access found resident (with --observe every and --data)",
+    )
     command.add_argument("--verify", action="store_true", help="check all content read, not first and last pages only")
     command.add_argument("--repeat", type=count, default=1, metavar="N", help="run so many times (default 1)")
     command.add_argument("--wait", type=count, default=0, metavar="S", help="seconds to wait for another replay to end")
@@ -88,6 +93,11 @@ def _replay(arguments: argparse.Namespace) -> int:
         raise UnusableReplay(f"--threads {arguments.threads}, wanted 1 to {_MAX_THREADS}")
     if not 1 <= arguments.repeat <= _MAX_REPEAT:
         raise UnusableReplay(f"--repeat {arguments.repeat}, wanted 1 to {_MAX_REPEAT}")
+    if arguments.accesses and (arguments.observe != "every" or arguments.data is None):
+        raise UnusableReplay(
+            f"--accesses with --observe {arguments.observe} and {'no ' if arguments.data is None else ''}--data; it is "
+            "a table of all accesses, so observe every one and name the data folder to write to"
+        )
     request = Request(
         owner=arguments.owner,
         mechanism=arguments.mechanism,
@@ -123,6 +133,7 @@ def _replay(arguments: argparse.Namespace) -> int:
             request,
             repeat=repeat,
             wait_s=arguments.wait,
+            keeps_accesses=arguments.accesses,
             progress=_progress if sys.stderr.isatty() else None,
         )
         if sys.stderr.isatty():
@@ -170,6 +181,11 @@ def write_run(data: DataFolder, result: Run) -> None:
         ("replay_run", trace_id, run_id, [result.run]),
     ]
     frames = {name: validate_table(TABLES[name].frame(rows), TABLES[name]) for name, _, _, rows in parts}
+    if result.accesses is not None:
+        table = FILE_TABLES["replay_access"]
+        columns = {"run_id": [run_id] * len(result.accesses["access"]), **result.accesses}
+        frames[table.name] = validate_table(pl.DataFrame(columns, schema=table.polars_schema), table)
+        parts.insert(0, (table.name, trace_id, run_id, []))
     for name, folder, stem, _ in parts:
         _write(data.results / name / folder / f"{stem}.parquet", frames[name])
 

@@ -1,7 +1,8 @@
 """Canonical Parquet → events: what a cache is asked for, in order, as numpy arrays.
 
-In: a file written by the pipeline, checked against its own metadata. Out: `Trace` (rows grouped into events) and
-`Walk` (accesses of the selected events). What the columns mean is in `schemas`; writing traces does not belong here.
+In: a file written by the pipeline, checked against its own metadata. Out: `Trace` (rows grouped into events, in memory)
+or `TraceFile` (the same, one part of whole steps at a time), and `Walk` (accesses of the selected events). What the
+columns mean is in `schemas`; writing traces does not belong here.
 
 Letters: N events, R rows, K experts per row, A accesses. An *object* is a (layer, expert) numbered
 `layer_first_object[layer] + expert`, where layer is the ordinal among the trace's MoE layers.
@@ -20,8 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
+from replayer.content import mix
 from schemas.columns import ACCESS_ORDERS, SCORED_PHASES
-from schemas.trace import METADATA_KEY, PHASE_CODES, SCHEMA_VERSION, TraceMetadata, arrow_schema
+from schemas.trace import METADATA_KEY, PASS_KIND_CODES, PHASE_CODES, SCHEMA_VERSION, TraceMetadata, arrow_schema
 
 MAX_OBJECTS = 2**20
 """Most (layer, expert) pairs; policy kernels pack an object beside a time into one 64-bit key."""
@@ -38,7 +40,9 @@ class Trace:
     """A canonical trace in memory, without weights.
 
     event_layer: (N,) ordinal of the event's MoE layer; event_step: (N,) step_id; event_phase: (N,) code of PHASES;
-    event_first_row: (N + 1,) offsets into the rows; expert_ids: (R, K) uint16; layer_first_object: (L + 1,).
+    event_first_row: (N + 1,) offsets into the rows; expert_ids: (R, K) uint16; layer_first_object: (L + 1,);
+    first_event: event_id of the first event, above 0 in a later part of a file; step_accepted: (S, phases) tokens
+    accepted in each distinct step, ascending, by phase code; null in a trace that was put together in memory.
     """
 
     metadata: TraceMetadata
@@ -48,6 +52,8 @@ class Trace:
     event_first_row: IntArray
     expert_ids: npt.NDArray[np.uint16]
     layer_first_object: IntArray
+    first_event: int = 0
+    step_accepted: npt.NDArray[np.int32] | None = None
 
     @property
     def num_objects(self) -> int:
@@ -56,6 +62,38 @@ class Trace:
     @property
     def top_k(self) -> int:
         return int(self.expert_ids.shape[1])
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """A canonical trace that stays on disk: its parts are its row groups, each of whole steps.
+
+    steps: (S,) the step_ids that count as steps of a replay, ascending; phases: codes that occur.
+    """
+
+    path: Path
+    metadata: TraceMetadata
+    layer_first_object: IntArray
+    steps: IntArray
+    phases: frozenset[int]
+    part_first_event: tuple[int, ...]
+
+    @property
+    def num_objects(self) -> int:
+        return int(self.layer_first_object[-1])
+
+    @property
+    def top_k(self) -> int:
+        return self.metadata.top_k_observed
+
+    def part(self, number: int) -> Trace:
+        """One row group as a trace."""
+        try:
+            with pq.ParquetFile(self.path) as file:
+                table = file.read_row_group(number, _COLUMNS)
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(self.path, error) from None
+        return _part_of(self.path, table, self.metadata, self.part_first_event[number])[0]
 
 
 def read_metadata(path: Path) -> TraceMetadata:
@@ -106,10 +144,93 @@ def read_trace(path: Path) -> Trace:
     try:
         with pq.ParquetFile(path) as file:
             _check_columns(path, file.schema_arrow, arrow_schema(metadata.top_k_observed))
-            table = file.read(["event_id", "step_id", "phase", "layer_id", "expert_ids"], use_threads=True)
+            table = file.read(_COLUMNS, use_threads=True)
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from None
-    return _trace_of(path, table.combine_chunks(), metadata)
+    trace, accesses = _part_of(path, table.combine_chunks(), metadata, 0)
+    _check_counts(
+        path,
+        metadata,
+        rows=len(trace.expert_ids),
+        events=len(trace.event_layer),
+        steps=len(np.unique(trace.event_step)),
+        accesses=accesses,
+    )
+    return trace
+
+
+def open_trace(path: Path) -> TraceFile:
+    """Checks a whole canonical trace part by part and keeps it on disk, for traces larger than memory.
+
+    Memory: that of one row group, and 8 bytes per step.
+
+    Raises:
+        MalformedTrace: the file is no canonical trace, or its rows contradict its metadata.
+        OSError: it cannot be read.
+    """
+    metadata = read_metadata(path)
+    rows = events = steps = accesses = 0
+    last_step = -1
+    starts, counted, phases = [], [], set()
+    try:
+        with pq.ParquetFile(path) as file:
+            _check_columns(path, file.schema_arrow, arrow_schema(metadata.top_k_observed))
+            for group in range(file.num_row_groups):
+                part, unions = _part_of(path, file.read_row_group(group, _COLUMNS), metadata, events)
+                if len(part.event_step) and part.event_step[0] <= last_step:
+                    raise MalformedTrace(
+                        f"{path}: step {part.event_step[0]} is cut by a row group; ingest the dump again"
+                    )
+                starts.append(events)
+                counted.append(steps_without_warmup(part))
+                phases.update(np.unique(part.event_phase).tolist())
+                last_step = int(part.event_step[-1]) if len(part.event_step) else last_step
+                rows += len(part.expert_ids)
+                events += len(part.event_layer)
+                steps += len(np.unique(part.event_step))
+                accesses += unions
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from None
+    _check_counts(path, metadata, rows=rows, events=events, steps=steps, accesses=accesses)
+    return TraceFile(
+        path,
+        metadata,
+        _first_objects(metadata),
+        np.concatenate(counted) if counted else np.empty(0, dtype=np.int64),
+        frozenset(phases),
+        tuple(starts),
+    )
+
+
+READ_BYTES = 2**28
+"""Rows that take more than this are read part by part instead of whole."""
+
+
+def open_or_read(path: Path) -> Trace | TraceFile:
+    """The trace in memory, or on disk where its rows take more than `READ_BYTES`.
+
+    Raises:
+        MalformedTrace, OSError: as `read_trace`.
+    """
+    metadata = read_metadata(path)
+    return (
+        open_trace(path) if metadata.counts.rows * (2 * metadata.top_k_observed + 25) > READ_BYTES else read_trace(path)
+    )
+
+
+_COLUMNS = ["event_id", "step_id", "request_id", "phase", "pass_kind", "layer_id", "expert_ids"]
+
+
+def _check_counts(path: Path, metadata: TraceMetadata, **found: int) -> None:
+    for name, number in found.items():
+        if number != getattr(metadata.counts, name):
+            raise MalformedTrace(
+                f"{path}: {number} {name}, its metadata says {getattr(metadata.counts, name)}; ingest the dump again"
+            )
+
+
+def _first_objects(metadata: TraceMetadata) -> IntArray:
+    return np.concatenate([[0], np.cumsum(metadata.experts_per_layer, dtype=np.int64)]).astype(np.int64)
 
 
 def trace_parts(path: Path) -> Iterator[pl.DataFrame]:
@@ -139,23 +260,24 @@ def _check_columns(path: Path, schema: pa.Schema, wanted: pa.Schema) -> None:
             raise MalformedTrace(f"{path}: column {field.name} is {found}, wanted {field.type}; ingest the dump again")
 
 
-def _trace_of(path: Path, table: pa.Table, metadata: TraceMetadata) -> Trace:
+def _part_of(path: Path, table: pa.Table, metadata: TraceMetadata, first_event: int) -> tuple[Trace, int]:
+    """(the rows of a table as a trace whose events are numbered from `first_event` on, Σ of its events' unions)."""
     rows = table.num_rows
-    counts = metadata.counts
     for name in table.column_names:
         column = table.column(name)
         if column.null_count:
             raise MalformedTrace(
                 f"{path}: column {name} has {column.null_count} nulls, wanted none; ingest the dump again"
             )
-    if rows != counts.rows:
-        raise MalformedTrace(f"{path}: {rows} rows, its metadata says {counts.rows}; ingest the dump again")
-    first_object = np.concatenate([[0], np.cumsum(metadata.experts_per_layer, dtype=np.int64)]).astype(np.int64)
+    first_object = _first_objects(metadata)
     if first_object[-1] > MAX_OBJECTS:
         raise MalformedTrace(f"{path}: {first_object[-1]} (layer, expert) pairs, at most {MAX_OBJECTS} are supported")
     event_id = _numpy(table, "event_id").astype(np.int64)
-    starts = np.flatnonzero(np.diff(event_id, prepend=-1))
-    if rows and (event_id[0] != 0 or not np.array_equal(event_id[starts], np.arange(len(starts)))):
+    starts = np.flatnonzero(np.diff(event_id, prepend=first_event - 1))
+    if rows and (
+        event_id[0] != first_event
+        or not np.array_equal(event_id[starts], np.arange(first_event, first_event + len(starts)))
+    ):
         raise MalformedTrace(f"{path}: event_id is not dense and ascending; ingest the dump again")
     layer_ids = np.asarray(metadata.moe_layer_ids, dtype=np.int64)
     event_layer_id = _numpy(table, "layer_id")[starts].astype(np.int64)
@@ -165,14 +287,22 @@ def _trace_of(path: Path, table: pa.Table, metadata: TraceMetadata) -> Trace:
     flat = table.column("expert_ids").combine_chunks()
     flat = flat.chunk(0) if isinstance(flat, pa.ChunkedArray) else flat
     expert_ids = flat.flatten().to_numpy(zero_copy_only=False).reshape(rows, metadata.top_k_observed)
+    row_phase = _codes(path, table, "phase", PHASE_CODES)
     trace = Trace(
         metadata=metadata,
         event_layer=event_layer.astype(np.int32),
         event_step=_numpy(table, "step_id")[starts].astype(np.int64),
-        event_phase=_phase_codes(path, table)[starts],
+        event_phase=row_phase[starts],
         event_first_row=np.append(starts, rows).astype(np.int64),
         expert_ids=np.ascontiguousarray(expert_ids, dtype=np.uint16),
         layer_first_object=first_object,
+        first_event=first_event,
+        step_accepted=_accepted_tokens(
+            _numpy(table, "step_id"),
+            _numpy(table, "request_id"),
+            row_phase,
+            _codes(path, table, "pass_kind", PASS_KIND_CODES),
+        ),
     )
     # The kernels index by these ids without bounds checks, so they are checked once, here.
     worst, accesses = check_rows(trace.expert_ids, trace.event_first_row, trace.event_layer, first_object)
@@ -186,15 +316,39 @@ def _trace_of(path: Path, table: pa.Table, metadata: TraceMetadata) -> Trace:
     for name, of_event in (("layer_id", event_layer_id), ("step_id", trace.event_step)):
         if np.any(_numpy(table, name) != np.repeat(of_event, rows_of_event)):
             raise MalformedTrace(f"{path}: {name} changes within an event; ingest the dump again")
-    if np.any(_phase_codes(path, table) != np.repeat(trace.event_phase, rows_of_event)):
+    if np.any(row_phase != np.repeat(trace.event_phase, rows_of_event)):
         raise MalformedTrace(f"{path}: phase changes within an event; ingest the dump again")
-    found = {"events": len(starts), "steps": len(np.unique(trace.event_step)), "accesses": accesses}
-    for name, number in found.items():
-        if number != getattr(counts, name):
-            raise MalformedTrace(
-                f"{path}: {number} {name}, its metadata says {getattr(counts, name)}; ingest the dump again"
-            )
-    return trace
+    return trace, accesses
+
+
+def _accepted_tokens(
+    step: npt.NDArray[np.generic],
+    request: npt.NDArray[np.generic],
+    phase: npt.NDArray[np.int8],
+    pass_kind: npt.NDArray[np.int8],
+) -> npt.NDArray[np.int32]:
+    """(S, phases) tokens accepted in each distinct step: 2 of a speculative request that was accepted, else 1.
+
+    A prefill accepts one token, in the last step (of these rows) that it takes.
+    """
+    rows = pl.DataFrame(
+        {"step": step, "request": request, "phase": phase, "is_accept": pass_kind == PASS_KIND_CODES["spec_accept"]}
+    )
+    steps = np.unique(step)
+    decoded = rows.lazy().filter(pl.col("phase").is_in([PHASE_CODES["decode"], PHASE_CODES["unknown"]]))
+    prefilled = rows.lazy().filter(pl.col("phase") == PHASE_CODES["prefill"])
+    accepted = pl.concat(
+        [
+            decoded.group_by("step", "request", "phase").agg(tokens=1 + pl.col("is_accept").any().cast(pl.Int32)),
+            prefilled.group_by("request", "phase")
+            .agg(pl.col("step").max(), tokens=pl.lit(1, pl.Int32))
+            .select("step", "request", "phase", "tokens"),
+        ]
+    ).collect()
+    result = np.zeros((len(steps), len(PHASE_CODES)), dtype=np.int32)
+    place = np.searchsorted(steps, accepted["step"].to_numpy())
+    np.add.at(result, (place, accepted["phase"].to_numpy()), accepted["tokens"].to_numpy())
+    return result
 
 
 def _numpy(table: pa.Table, name: str) -> npt.NDArray[np.generic]:
@@ -202,17 +356,17 @@ def _numpy(table: pa.Table, name: str) -> npt.NDArray[np.generic]:
     return values
 
 
-def _phase_codes(path: Path, table: pa.Table) -> npt.NDArray[np.int8]:
+def _codes(path: Path, table: pa.Table, name: str, code_of: dict[str, int]) -> npt.NDArray[np.int8]:
     # Dictionaries may differ between row groups and files; unify, then map names to our codes.
-    column = table.column("phase").unify_dictionaries().combine_chunks()
+    column = table.column(name).unify_dictionaries().combine_chunks()
     column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-    to_code = np.array([PHASE_CODES.get(name, -1) for name in column.dictionary.to_pylist()] or [-1], dtype=np.int8)
+    to_code = np.array([code_of.get(value, -1) for value in column.dictionary.to_pylist()] or [-1], dtype=np.int8)
     indices = column.indices.to_numpy(zero_copy_only=False)
     if indices.size and not 0 <= indices.min() <= indices.max() < len(to_code):
-        raise MalformedTrace(f"{path}: a damaged phase; ingest the dump again")
+        raise MalformedTrace(f"{path}: a damaged {name}; ingest the dump again")
     codes: npt.NDArray[np.int8] = to_code[indices]
     if codes.size and codes.min() < 0:
-        raise MalformedTrace(f"{path}: a phase outside {', '.join(PHASE_CODES)}; ingest the dump again")
+        raise MalformedTrace(f"{path}: a {name} outside {', '.join(code_of)}; ingest the dump again")
     return codes
 
 
@@ -290,11 +444,16 @@ def walk(trace: Trace, step_begin: int, step_end: int, *, order: str, dedup: str
     """The accesses of steps `[step_begin, step_end)`, counted without warm-up steps; warm-up events are left out.
 
     `order` is that of accesses inside an event: `router` (row by row, rank by rank, first mention), `ascending` or
-    `descending` ids, or `random` (seeded). Under dedup `none` every selection is an access.
+    `descending` ids, or `random` (a draw per event of its own, from the seed and the event's id). Under dedup `none`
+    every selection is an access.
     """
+    return walk_steps(trace, steps_without_warmup(trace)[step_begin:step_end], order=order, dedup=dedup, seed=seed)
+
+
+def walk_steps(trace: Trace, steps: IntArray, *, order: str, dedup: str = "union", seed: int = 0) -> Walk:
+    """The walk of the given step_ids, ascending; those that a part of a trace does not hold give no event."""
     if order not in ACCESS_ORDERS:
         raise ValueError(f"order {order!r}, wanted one of {', '.join(ACCESS_ORDERS)}")
-    steps = steps_without_warmup(trace)[step_begin:step_end]
     selected = trace.event_phase != PHASE_CODES["warmup"]
     if len(steps):
         selected &= (trace.event_step >= steps[0]) & (trace.event_step <= steps[-1])
@@ -309,7 +468,8 @@ def walk(trace: Trace, step_begin: int, step_end: int, *, order: str, dedup: str
         trace.layer_first_object,
         ACCESS_ORDERS.index(order),
         dedup == "none",
-        seed,
+        np.uint64(seed % 2**64),
+        trace.first_event,
     )
     rows = trace.event_first_row[events + 1] - trace.event_first_row[events]
     return Walk(
@@ -329,9 +489,8 @@ _ASCENDING, _DESCENDING, _RANDOM = (ACCESS_ORDERS.index(name) for name in ("asce
 
 @numba.njit(cache=True)
 def _walk_events(  # type: ignore[no-untyped-def]
-    events, expert_ids, event_first_row, event_layer, layer_first_object, order, keep_repeats, seed
+    events, expert_ids, event_first_row, event_layer, layer_first_object, order, keep_repeats, seed, first_event
 ):
-    np.random.seed(seed)
     top_k = expert_ids.shape[1]
     upper = 0
     for event in events:
@@ -357,22 +516,26 @@ def _walk_events(  # type: ignore[no-untyped-def]
         if order == _DESCENDING:
             objects[start:end] = objects[start:end][::-1].copy()
         if order == _RANDOM:
+            # Fisher and Yates; the draws depend on the event alone, so that a part walks as it would in the whole.
+            drawn = seed ^ mix(np.uint64(first_event + event))
             for last in range(end - 1, start, -1):
-                other = start + np.random.randint(0, last - start + 1)
+                drawn = mix(drawn + np.uint64(0x9E3779B97F4A7C15))
+                other = start + np.int64(drawn % np.uint64(last - start + 1))
                 objects[last], objects[other] = objects[other], objects[last]
     first_access[len(events)] = end
-    return objects[:end].copy(), first_access
+    return objects[:end], first_access
 
 
-def repeat_twice(once: Walk) -> Walk:
-    """The walk followed by itself: a warm pass, then the pass that is scored."""
+def part_of_walk(whole: Walk, begin: int, end: int) -> Walk:
+    """Events [begin, end) of a walk, as views."""
+    first = whole.first_access[begin]
     return Walk(
-        objects=np.concatenate([once.objects, once.objects]),
-        first_access=np.concatenate([once.first_access, once.first_access[1:] + once.first_access[-1]]),
-        layer=np.concatenate([once.layer, once.layer]),
-        step=np.concatenate([once.step, once.step]),
-        phase=np.concatenate([once.phase, once.phase]),
-        selections=np.concatenate([once.selections, once.selections]),
-        order=once.order,
-        dedup=once.dedup,
+        objects=whole.objects[first : whole.first_access[end]],
+        first_access=whole.first_access[begin : end + 1] - first,
+        layer=whole.layer[begin:end],
+        step=whole.step[begin:end],
+        phase=whole.phase[begin:end],
+        selections=whole.selections[begin:end],
+        order=whole.order,
+        dedup=whole.dedup,
     )

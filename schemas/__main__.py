@@ -5,14 +5,14 @@ import sys
 import polars as pl
 
 from schemas.columns import Column
-from schemas.tables import TABLES
+from schemas.tables import FILE_TABLES, TABLES
 
 
 def dictionary() -> str:
     """Every table with its grain and key, every column once where it first occurs."""
     described: set[str] = set()
     lines = []
-    for table in TABLES.values():
+    for table in [*TABLES.values(), *FILE_TABLES.values()]:
         lines += [f"#### `{table.name}`", "", f"{table.grain} Key: {', '.join(f'`{name}`' for name in table.key)}.", ""]
         fresh = [column for column in table.columns if column.name not in described]
         known = [column.name for column in table.columns if column.name in described]

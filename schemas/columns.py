@@ -31,10 +31,13 @@ class Column:
 PHASES = ("prefill", "decode", "warmup", "unknown")
 PASS_KINDS = ("normal", "spec_accept", "spec_rejected", "spec_fallback")
 SCOPES = ("layer", "global")
-SEMANTICS = ("event_atomic", "sequential")
+SEMANTICS = ("event_atomic", "sequential", "token_clock")
 ACCESS_ORDERS = ("router", "ascending", "descending", "random")
 DEDUPS = ("union", "none")
-POLICIES = ("lru", "lfu_gated", "lfu_always", "static", "belady_bypass", "belady_forced")
+POLICIES = (
+    "lru", "fifo", "clock", "sieve", "s3fifo", "arc", "lfu_gated", "lfu_always", "lfu_in_cache", "lfru", "least_stale",
+    "static", "pinned_lru", "two_list", "mglru", "random", "belady_bypass", "belady_forced",
+)  # fmt: skip
 SCORED_PHASES = ("prefill", "decode", "unknown", "all")
 CHECK_OUTCOMES = ("passed", "warned", "not_applicable")
 SOURCE_FORMATS = ("npz_experts", "route_csv_v1", "jsonl_tok_layers", "events_csv", "spec_jsonl")
@@ -48,6 +51,7 @@ VERIFICATIONS = ("edges", "all")
 RUN_STATUSES = ("complete", "interrupted", "failed", "killed")
 POOL_LAYOUTS = ("per_expert", "per_layer", "stacked")
 SPOILS = ("bytes", "time")
+TOPICS = ("execution", "workload", "regime", "oracle")
 
 
 def _count(name: str, description: str, unit: str | None = None) -> Column:
@@ -126,12 +130,14 @@ _DEFINITIONS = [
     Column("wanted", pl.String, "what a sound dump shows"),
     Column("found", pl.String, "what this dump, or this run, shows"),
     # contract of a simulated result
+    Column("cell_hash", pl.String, "first 16 hex digits of a SHA-256 over trace, contract and simulator version"),
     Column("policy", pl.String, "eviction policy", values=POLICIES),
     Column("scope", pl.String, "layer: one cache per layer; global: one cache over all", values=SCOPES),
     Column(
         "semantics",
         pl.String,
-        "event_atomic: an event is classified as a whole before anything is admitted; sequential: access by access",
+        "event_atomic: an event is classified as a whole before anything is admitted; sequential: access by access; "
+        "token_clock: as sequential, with a recency that ticks once a step (LRU alone)",
         values=SEMANTICS,
     ),
     Column("access_order", pl.String, "order of accesses inside an event", values=ACCESS_ORDERS),
@@ -154,6 +160,10 @@ _DEFINITIONS = [
     Column("warm_pass", pl.Boolean, "whether the selection was replayed once unscored before the scored pass"),
     Column("fit", pl.String, "what a static table or a predictor was fitted on; null if nothing was fitted"),
     Column("seed", pl.Int64, "seed of whatever was random; null if nothing was"),
+    Column("pinned_fraction", pl.Float64, "share of each capacity that pinned_lru pins; null for others", minimum=0),
+    Column("admission", pl.String, "which table decides what may enter the cache; null if everything may"),
+    Column("quota_fit", pl.String, "what the layers' shares of the capacity were fitted on; null for equal shares"),
+    _count("folios_per_expert", "folios an expert is made of in two_list and mglru; null for others"),
     # simulated counts
     _count("accesses", "Σ over scored events of |union of the event's experts|; Σ of selections under dedup none"),
     _count("hits", "scored accesses found resident by the simulator"),
@@ -161,6 +171,7 @@ _DEFINITIONS = [
     _ratio("hit_rate", "hits", "accesses", "simulated hit rate"),
     _ratio("miss_ratio", "misses", "accesses", "simulated miss ratio"),
     _count("compulsory_misses", "scored misses on an expert not accessed before in the replay"),
+    _count("capacity_misses", "all other scored misses: the expert had been there, or had been refused"),
     _ratio(
         "union_ratio", "accesses", "selections", "accesses per selection: below 1 where an event's tokens share experts"
     ),
@@ -168,9 +179,62 @@ _DEFINITIONS = [
     _count("miss_bytes", "part of demand_bytes the simulator did not find resident; null if sizes are unknown", "byte"),
     _count(
         "preload_bytes",
-        "bytes a static table holds before the first access, never counted as misses; null "
+        "bytes a static table or a pinned part holds before the first access, never counted as misses; null "
         "for other policies or unknown sizes",
         "byte",
+    ),
+    _count("scored_events", "events that are scored"),
+    _count("scored_accepted_tokens", "accepted_tokens of the scored steps and phase; null where not known"),
+    _ratio(
+        "miss_bytes_per_step", "miss_bytes", "scored_steps", "bytes missed per engine iteration", may_exceed_one=True
+    ),
+    _ratio(
+        "miss_bytes_per_accepted_token",
+        "miss_bytes",
+        "scored_accepted_tokens",
+        "bytes missed per output token",
+        may_exceed_one=True,
+    ),
+    Column(
+        "pressure_mean",
+        pl.Float64,
+        "mean over scored events of r = experts the event accesses ÷ capacity of its cache; null for capacities in "
+        "bytes or of 0",
+        minimum=0,
+    ),
+    Column("pressure_p95", pl.Float64, "95th percentile of r: the ⌈0.95 n⌉-th smallest of n events", minimum=0),
+    _count("events_above_capacity", "scored events with r above 1: no cache of this size can hold them"),
+    Column("hit_rate_low", pl.Float64, "lower end of the 95 % interval of hit_rate, by block bootstrap over steps"),
+    Column("hit_rate_high", pl.Float64, "upper end of that interval"),
+    _count(
+        "block_steps", "consecutive steps that a block of the bootstrap holds; null if there is no interval", "step"
+    ),
+    Column(
+        "reference_policy", pl.String, "policy of the same contract that this one is compared with", values=POLICIES
+    ),
+    Column("over_reference", pl.Float64, "hit_rate − that of reference_policy; null if that was not simulated"),
+    Column("over_reference_low", pl.Float64, "lower end of its 95 % interval, by the same blocks for both policies"),
+    Column("over_reference_high", pl.Float64, "upper end of that interval"),
+    _count("shuffled_accesses", "accesses of the same replay with its tokens shuffled over the steps; null if not run"),
+    _count("shuffled_hits", "hits of the same policy on those: what is left where only popularity is"),
+    _ratio("shuffled_hit_rate", "shuffled_hits", "shuffled_accesses", "null control: hit rate without order"),
+    Column(
+        "lag1_chance_numerator",
+        pl.Float64,
+        "Σ p² over the scored layers' experts, p = share of a layer's scored events (rows under dedup none) that "
+        "access the expert",
+        minimum=0,
+    ),
+    Column("lag1_chance_denominator", pl.Float64, "Σ p over the same", minimum=0),
+    _ratio(
+        "lag1_chance_ratio",
+        "lag1_chance_numerator",
+        "lag1_chance_denominator",
+        "chance that an access names an expert of the layer's event before, by popularity alone",
+    ),
+    _count("lag1_uniform_denominator", "scored events (rows under dedup none) × experts of their layer, summed"),
+    _ratio(
+        "lag1_uniform_ratio", "accesses", "lag1_uniform_denominator", "the same chance under a uniform router, k ÷ E"
     ),
     # locality
     Column("layer_id", pl.Int64, "the model's own layer number; null stands for all layers together", minimum=0),
@@ -332,6 +396,14 @@ _DEFINITIONS = [
     _count("native_misses", "observed accesses with no page resident"),
     _ratio("native_hit_rate", "native_hits", "observed_accesses", "measured hit rate"),
     _count("missing_bytes", "pages of observed accesses that were not resident before the read", "byte"),
+    Column("item", pl.String, "letter and number of an item of the reporting block of arXiv 2608.07911, A1 to D4"),
+    Column("topic", pl.String, "part of the reporting block that an item belongs to", values=TOPICS),
+    Column("question", pl.String, "what an item of the reporting block asks"),
+    Column("answer", pl.String, "what metadata and rows of hit_rate say to it; `unknown` where neither does"),
+    Column("known", pl.Boolean, "whether nothing in the answer is unknown"),
+    Column("access", pl.Int64, "place of the access in the measured pass, in the order walked, from 0", minimum=0),
+    Column("expert_id", pl.Int64, "the routed expert within its layer, from 0", minimum=0),
+    _count("expert_bytes", "stored size of the accessed expert", "byte"),
     _count(
         "device_bytes",
         "bytes the demand threads had read from the pool's device (counter: device_bytes_counter); null if not counted",

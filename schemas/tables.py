@@ -46,9 +46,27 @@ class Table:
 
 CONTRACT = (
     "trace_id", "policy", "scope", "semantics", "access_order", "dedup", "capacity_experts_total", "capacity_bytes",
-    "step_begin", "step_end", "phase", "warm_fraction", "warm_steps", "warm_pass", "fit", "seed",
+    "step_begin", "step_end", "phase", "warm_fraction", "warm_steps", "warm_pass", "fit", "seed", "pinned_fraction",
+    "admission", "quota_fit", "folios_per_expert",
 )  # fmt: skip
-_CONTRACT_NULLABLE = frozenset({"capacity_experts_total", "capacity_bytes", "fit", "seed"})
+_CONTRACT_NULLABLE = frozenset({
+    "capacity_experts_total", "capacity_bytes", "fit", "seed", "pinned_fraction", "admission", "quota_fit",
+    "folios_per_expert",
+})  # fmt: skip
+_HIT_RATE = (
+    "scored_steps", "scored_events", "scored_accepted_tokens", "selections", "accesses", "union_ratio", "hits",
+    "misses", "hit_rate", "hit_rate_low", "hit_rate_high", "block_steps", "reference_policy", "over_reference",
+    "over_reference_low", "over_reference_high", "compulsory_misses", "capacity_misses", "demand_bytes",
+    "miss_bytes", "miss_bytes_per_step", "miss_bytes_per_accepted_token", "preload_bytes", "pressure_mean",
+    "pressure_p95", "events_above_capacity", "shuffled_accesses", "shuffled_hits", "shuffled_hit_rate",
+    "lag1_chance_numerator", "lag1_chance_denominator", "lag1_chance_ratio", "lag1_uniform_denominator",
+    "lag1_uniform_ratio",
+)  # fmt: skip
+_HIT_RATE_NULLABLE = frozenset({
+    "demand_bytes", "miss_bytes", "preload_bytes", "scored_accepted_tokens", "pressure_mean", "pressure_p95",
+    "events_above_capacity", "hit_rate_low", "hit_rate_high", "block_steps", "shuffled_accesses", "shuffled_hits",
+    "reference_policy", "over_reference", "over_reference_low", "over_reference_high",
+})  # fmt: skip
 
 _TABLES = [
     Table(
@@ -101,19 +119,55 @@ _TABLES = [
         name="hit_rate",
         grain="One row per contract: trace, policy, scope, semantics, capacity and what was scored.",
         key=CONTRACT,
-        measures=(
-            "scored_steps", "selections", "accesses", "union_ratio", "hits", "misses", "hit_rate", "compulsory_misses",
-            "demand_bytes", "miss_bytes", "preload_bytes",
-        ),
-        nullable=_CONTRACT_NULLABLE | {"demand_bytes", "miss_bytes", "preload_bytes"},
-        sums=(("accesses", ("hits", "misses")),),
+        measures=_HIT_RATE,
+        nullable=_CONTRACT_NULLABLE | _HIT_RATE_NULLABLE,
+        sums=(("accesses", ("hits", "misses")), ("misses", ("compulsory_misses", "capacity_misses"))),
+    ),
+    Table(
+        name="sweep",
+        grain="One row per cell of a sweep: hit_rate, named by the content it was computed from.",
+        key=("cell_hash",),
+        measures=(*CONTRACT, *_HIT_RATE),
+        nullable=_CONTRACT_NULLABLE | _HIT_RATE_NULLABLE,
+        sums=(("accesses", ("hits", "misses")), ("misses", ("compulsory_misses", "capacity_misses"))),
+    ),
+    Table(
+        name="hit_rate_layer",
+        grain="One row per contract of hit_rate and layer.",
+        key=(*CONTRACT, "layer_id"),
+        measures=("accesses", "hits", "misses", "hit_rate", "compulsory_misses", "capacity_misses", "miss_bytes"),
+        nullable=_CONTRACT_NULLABLE | {"miss_bytes"},
+        sums=(("accesses", ("hits", "misses")), ("misses", ("compulsory_misses", "capacity_misses"))),
     ),
     Table(
         name="miss_ratio_curve",
         grain="One row per point of a curve: the contract of hit_rate at many capacities.",
         key=CONTRACT,
-        measures=("accesses", "misses", "miss_ratio", "demand_bytes", "miss_bytes"),
+        measures=(
+            "accesses", "misses", "miss_ratio", "compulsory_misses", "capacity_misses", "demand_bytes", "miss_bytes",
+        ),
         nullable=_CONTRACT_NULLABLE | {"demand_bytes", "miss_bytes"},
+        sums=(("misses", ("compulsory_misses", "capacity_misses")),),
+    ),
+    Table(
+        name="reporting_block",
+        grain="One row per trace and item of the reporting block, answered from hit_rate in scope layer.",
+        key=("trace_id", "item"),
+        measures=("topic", "question", "answer", "known"),
+    ),
+    Table(
+        name="inversion",
+        grain="One row per policy, semantics, order and tiny capacity of a synthetic trace: LRU against a table.",
+        key=(
+            "trace_id", "capacity_experts_total", "semantics", "access_order", "policy", "dedup", "fit", "seed",
+            "step_begin", "step_end", "phase", "warm_fraction", "warm_steps",
+        ),
+        measures=(
+            "capture_method", "num_experts", "moe_layers", "top_k_observed", "scored_steps", "selections", "accesses",
+            "hits", "misses", "hit_rate",
+        ),
+        nullable=frozenset({"capture_method", "fit", "seed"}),
+        sums=(("accesses", ("hits", "misses")),),
     ),
     Table(
         name="lookahead_recall",
@@ -224,5 +278,18 @@ _TABLES = [
 
 TABLES: dict[str, Table] = {table.name: table for table in _TABLES}
 
+FILE_TABLES: dict[str, Table] = {
+    "replay_access": Table(
+        name="replay_access",
+        grain="One row per native replay, where it was asked for, and access of its measured steps that ended.",
+        key=("run_id", "access"),
+        measures=("step_id", "layer_id", "expert_id", "expert_bytes", "missing_bytes"),
+    ),
+}
+"""Tables that stay Parquet files: a row per access is too much for the warehouse."""
+
 REPLAY_TABLES = ("replay_run", "replay_step", "replay_layer", "replay_proof", "pool", "machine")
-"""What a native replay writes, the row that makes a run exist among them; the other tables come from analyses."""
+"""What a native replay writes, the row that makes a run exist among them."""
+
+SWEEP_TABLES = ("sweep",)
+"""What `replayer sweep` writes; all other tables come from analyses."""

@@ -19,12 +19,13 @@ def accessed(rows, order, dedup):
     return {"router": mentioned, "ascending": sorted(mentioned), "descending": sorted(mentioned)[::-1]}[order]
 
 
-def each_cache(oracle, events, cache_of_event, capacity_of_cache, **known):
+def each_cache(oracle, events, cache_of_event, capacity_of_cache, *, step_of_event, **known):
     """Decisions over all events, each event served by the cache that `cache_of_event` lists for it."""
     decisions = {}
     for name, capacity in capacity_of_cache.items():
         mine = [event for event, its_cache in zip(events, cache_of_event, strict=True) if its_cache == name]
-        decisions[name] = iter(oracle(mine, capacity=capacity, **known))
+        steps = [step for step, its_cache in zip(step_of_event, cache_of_event, strict=True) if its_cache == name]
+        decisions[name] = iter(oracle(mine, capacity=capacity, steps=steps, **known))
     return [next(decisions[name]) for event, name in zip(events, cache_of_event, strict=True) for _ in event]
 
 
@@ -116,15 +117,54 @@ def belady_atomic(events, *, size, capacity, forced):
     return found
 
 
-def decide(policy, semantics, events, *, size, capacity, fitted_on=()):
-    """The oracle of a policy by its name, for one cache."""
+def token_clock(events, *, size, capacity, steps):
+    """Sequential; the victim is the lowest object of the oldest step, and it leaves before the newcomer enters."""
+    last_step, resident, found = {}, set(), []
+    for event, step in zip(events, steps, strict=True):
+        for thing in event:
+            found.append(thing in resident)
+            if size[thing] > capacity:
+                continue
+            while thing not in resident and total(resident, size) + size[thing] > capacity:
+                resident.remove(min(resident, key=lambda other: (last_step[other], other)))
+            resident.add(thing)
+            last_step[thing] = step
+    return found
+
+
+def pinned_lru(events, *, size, capacity, fitted_on, admitted):
+    """Half of the capacity is a static table, what that leaves is LRU over all other objects."""
+    fitted = sorted({thing for event in fitted_on for thing in event})
+    in_table = static([fitted], size=size, capacity=capacity // 2, fitted_on=fitted_on)
+    held = {thing for thing, is_in in zip(fitted, in_table, strict=True) if is_in}
+    others = [[thing for thing in event if thing not in held] for event in events]
+    left = capacity - total(held, size)
+    rest = iter(decide("lru", "event_atomic", others, size=size, capacity=left, admitted=admitted))
+    return [thing in held or next(rest) for event in events for thing in event]
+
+
+POLICIES = ("lru", "lfu_gated", "lfu_always", "static", "pinned_lru", "belady_bypass", "belady_forced")
+"""Policies that have their oracle here; those of queues and other priorities stand in files of their own."""
+
+
+def decide(policy, semantics, events, *, size, capacity, steps=None, fitted_on=(), admitted=None):
+    """The oracle of a policy by its name, for one cache; what is not `admitted` is served past it."""
     if policy == "static":
         return static(events, size=size, capacity=capacity, fitted_on=fitted_on)
+    if semantics == "sequential" and not policy.startswith("belady"):
+        events = one_by_one(events)
+    if policy == "pinned_lru":
+        return pinned_lru(events, size=size, capacity=capacity, fitted_on=fitted_on, admitted=admitted)
+    if admitted is not None:
+        # Who may not enter is never resident, so its accesses miss and leave everything else as it was.
+        seen = [[thing for thing in event if thing in admitted] for event in events]
+        inside = iter(decide(policy, semantics, seen, size=size, capacity=capacity, steps=steps))
+        return [thing in admitted and next(inside) for event in events for thing in event]
+    if semantics == "token_clock":
+        return token_clock(events, size=size, capacity=capacity, steps=steps)
     if policy.startswith("belady"):
         belady = belady_atomic if semantics == "event_atomic" else belady_sequential
         return belady(events, size=size, capacity=capacity, forced=policy == "belady_forced")
-    if semantics == "sequential":
-        events = one_by_one(events)
     if policy == "lru":
         return lru(events, size=size, capacity=capacity)
     return lfu(events, size=size, capacity=capacity, gated=policy == "lfu_gated")

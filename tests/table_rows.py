@@ -4,6 +4,7 @@ CONTRACT = {
     "trace_id": "tiny", "policy": "lru", "scope": "layer", "semantics": "event_atomic", "access_order": "router",
     "dedup": "union", "capacity_experts_total": 4, "capacity_bytes": None, "step_begin": 0, "step_end": 10,
     "phase": "decode", "warm_fraction": 0.6, "warm_steps": 6, "warm_pass": False, "fit": None, "seed": None,
+    "pinned_fraction": None, "admission": None, "quota_fit": None, "folios_per_expert": None,
 }  # fmt: skip
 
 ROWS: dict[str, dict] = {
@@ -34,11 +35,33 @@ ROWS: dict[str, dict] = {
         "shared_experts": 3, "joint_experts": 12, "jaccard_ratio": 0.25, "chance_shared_experts": 4.5,
     },
     "hit_rate": {
-        **CONTRACT, "scored_steps": 4, "selections": 16, "accesses": 16, "union_ratio": 1.0, "hits": 12, "misses": 4,
-        "hit_rate": 0.75, "compulsory_misses": 1, "demand_bytes": None, "miss_bytes": None, "preload_bytes": None,
+        **CONTRACT, "scored_steps": 4, "scored_events": 8, "scored_accepted_tokens": 4, "selections": 16,
+        "accesses": 16, "union_ratio": 1.0, "hits": 12, "misses": 4, "hit_rate": 0.75, "hit_rate_low": 0.7,
+        "hit_rate_high": 0.8, "block_steps": 2, "reference_policy": None, "over_reference": None,
+        "over_reference_low": None, "over_reference_high": None, "compulsory_misses": 1, "capacity_misses": 3,
+        "demand_bytes": None, "miss_bytes": None, "miss_bytes_per_step": None, "miss_bytes_per_accepted_token": None,
+        "preload_bytes": None, "pressure_mean": 0.5, "pressure_p95": 1.0, "events_above_capacity": 0,
+        "shuffled_accesses": 16, "shuffled_hits": 8, "shuffled_hit_rate": 0.5, "lag1_chance_numerator": 1.0,
+        "lag1_chance_denominator": 4.0, "lag1_chance_ratio": 0.25, "lag1_uniform_denominator": 64,
+        "lag1_uniform_ratio": 0.25,
+    },
+    "reporting_block": {
+        "trace_id": "tiny", "item": "A1", "topic": "execution", "question": "unit?", "answer": "event", "known": True,
+    },
+    "inversion": {
+        "trace_id": "tiny", "capacity_experts_total": 4, "semantics": "sequential", "access_order": "ascending",
+        "policy": "lru", "dedup": "union", "fit": None, "seed": None, "step_begin": 0, "step_end": 10,
+        "phase": "decode", "warm_fraction": 0.6, "warm_steps": 6, "capture_method": "drawn", "num_experts": 8,
+        "moe_layers": 2, "top_k_observed": 2, "scored_steps": 4, "selections": 16, "accesses": 16, "hits": 12,
+        "misses": 4, "hit_rate": 0.75,
+    },
+    "hit_rate_layer": {
+        **CONTRACT, "layer_id": 0, "accesses": 8, "hits": 6, "misses": 2, "hit_rate": 0.75, "compulsory_misses": 1,
+        "capacity_misses": 1, "miss_bytes": None,
     },
     "miss_ratio_curve": {
-        **CONTRACT, "accesses": 16, "misses": 4, "miss_ratio": 0.25, "demand_bytes": None, "miss_bytes": None,
+        **CONTRACT, "accesses": 16, "misses": 4, "miss_ratio": 0.25, "compulsory_misses": 1, "capacity_misses": 3,
+        "demand_bytes": None, "miss_bytes": None,
     },
     "lookahead_recall": {
         "trace_id": "tiny", "predictor": "conditional", "fit": "first:0.6", "lookahead_layers": 1, "lookahead_steps": 0,
@@ -83,6 +106,10 @@ ROWS: dict[str, dict] = {
         "run_id": "20261202T033000-0a1b2c3d", "name": "no swap", "spoils": "bytes", "expected": "0", "found": "0",
         "tolerance": "", "held": True,
     },
+    "replay_access": {
+        "run_id": "20261202T033000-0a1b2c3d", "access": 7, "step_id": 3, "layer_id": 1, "expert_id": 5,
+        "expert_bytes": 100, "missing_bytes": 0,
+    },
     "pool": {
         "pool_id": "pool-1", "layout": "per_layer", "content": "synthetic_v1", "alignment_bytes": 4096, "moe_layers": 2,
         "pool_experts": 16, "pool_bytes": 1600, "expert_bytes_min": 100, "expert_bytes_max": 100, "files": 2,
@@ -97,3 +124,4 @@ ROWS: dict[str, dict] = {
         "logical_block_bytes": 512,
     },
 }  # fmt: skip
+ROWS["sweep"] = {"cell_hash": "0123456789abcdef", **ROWS["hit_rate"]}

@@ -52,7 +52,15 @@ def test_the_replayer_runs_with_dagster_and_duckdb_unimportable():
 
 @pytest.mark.parametrize(
     "module",
-    ["pipeline.canonical", "pipeline.locality", "pipeline.lookahead", "pipeline.replays", "pipeline.report"],
+    [
+        "pipeline.canonical",
+        "pipeline.inversion",
+        "pipeline.locality",
+        "pipeline.lookahead",
+        "pipeline.replays",
+        "pipeline.report",
+        "pipeline.reporting",
+    ],
 )
 def test_pure_modules_do_not_load_dagster(module):
     assert "dagster" not in loaded_by(f"import {module}")

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+import polars as pl
 import pytest
 from pydantic import TypeAdapter
 
-from pipeline import cli, replays
+from pipeline import cli, inversion, replays
 from replayer import cli as replayer_cli
 from replayer.machine import storage_of
 from schemas.documents import (
@@ -25,6 +26,7 @@ from schemas.documents import (
     VerifiedPool,
 )
 from schemas.tables import TABLES
+from schemas.validation import validate_table
 from tests.raw_dumps import npz_dump, random_routes, route_csv_dump
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +99,22 @@ def test_the_whole_session_of_the_help_works(capsys, tmp_path, dump):
     assert out.splitlines() == ["a,b", "1,x"]
     status, out, _ = expert_tier(capsys, "report", "--json", "--data", data)
     assert Path(json.loads(out)["report"]).is_file()
+
+
+def test_inversion_prints_its_table_or_one_document_and_keeps_the_rows(capsys, tmp_path, monkeypatch):
+    data = tmp_path / "d"
+    status, out, err = expert_tier(capsys, "inversion", "--data", data, "--json")
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    table = TABLES["inversion"]
+    rows = table.frame(found["results"])
+    assert validate_table(rows, table).height > 0
+    assert rows.equals(pl.read_parquet(data / "results" / "inversion" / "synthetic" / "part.parquet"))
+    monkeypatch.setattr(inversion, "synthetic_trace", None)
+    status, out, err = expert_tier(capsys, "inversion", "--data", data)
+    assert (status, err) == (0, "")
+    assert "Trace synthetic-" in out
+    assert all(sentence in out for sentence in found["findings"])
 
 
 def test_simulate_prints_one_document_whose_rows_carry_their_contract(capsys, tmp_path, dump):
@@ -275,7 +293,9 @@ def test_a_bad_query_is_one_line(capsys, tmp_path, dump):
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", [[], ["ingest"], ["inspect"], ["run"], ["query"], ["report"], ["demo"]])
+@pytest.mark.parametrize(
+    "command", [[], ["ingest"], ["inspect"], ["run"], ["inversion"], ["query"], ["report"], ["demo"]]
+)
 def test_every_command_of_expert_tier_explains_itself(capsys, command):
     status, out, _ = expert_tier(capsys, *command, "--help")
     assert status == 0

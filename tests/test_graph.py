@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import dagster as dg
@@ -18,11 +19,12 @@ from pipeline import assets, automation, results
 from pipeline.automation import new_dumps
 from pipeline.definitions import FailedAsset, defs, materialize_all, materialize_trace
 from pipeline.ingest import ingest, read_user_metadata
+from pipeline.inversion import PARTITION, inversion_rows
 from pipeline.replays import pool_of, unreplayed_traces
 from pipeline.results import PER_TRACE_TABLES, stale_traces
 from replayer.machine import storage_of
 from schemas.files import DataFolder
-from schemas.tables import REPLAY_TABLES, TABLES
+from schemas.tables import REPLAY_TABLES, SWEEP_TABLES, TABLES
 from schemas.trace import UserMetadata
 from tests.raw_dumps import random_routes, route_csv_dump, tok_layers_dump
 
@@ -33,9 +35,12 @@ GRAPH = {
     "trace_check": {"routing"},
     "trace_locality": {"routing"},
     "hit_rate": {"routing"},
+    "hit_rate_layer": {"routing"},
+    "reporting_block": {"routing", "hit_rate"},
     "miss_ratio_curve": {"routing"},
     "lookahead_recall": {"routing"},
     "domain_overlap": {"routing"},
+    "inversion": set(),
     "replay_run": {"routing"},
     "replay_step": {"routing"},
     "replay_layer": {"routing"},
@@ -43,8 +48,9 @@ GRAPH = {
     "pool": {"routing"},
     "machine": {"routing"},
     "warehouse": {
-        "trace", "trace_check", "trace_locality", "hit_rate", "miss_ratio_curve", "lookahead_recall", "domain_overlap",
-        "replay_run", "replay_step", "replay_layer", "replay_proof", "pool", "machine",
+        "trace", "trace_check", "trace_locality", "hit_rate", "hit_rate_layer", "reporting_block", "miss_ratio_curve",
+        "lookahead_recall", "domain_overlap", "inversion", "replay_run", "replay_step", "replay_layer", "replay_proof",
+        "pool", "machine",
     },
     "report": {"warehouse"},
 }  # fmt: skip
@@ -83,7 +89,8 @@ def test_the_graph_is_what_it_was():
 
 def test_every_table_has_an_asset_of_its_name_with_a_description_and_a_blocking_check():
     graph = defs.resolve_asset_graph()
-    for name in [*TABLES, "routing"]:
+    # A sweep is asked for on the command line; the warehouse loads its folder.
+    for name in [*(set(TABLES) - set(SWEEP_TABLES)), "routing"]:
         node = graph.get(dg.AssetKey(name))
         assert node.description
         specs = [graph.get_check_spec(key) for key in node.check_keys]
@@ -99,9 +106,9 @@ def test_a_dump_goes_all_the_way_to_warehouse_and_report(data):
         for name, table in TABLES.items():
             columns = [row[0] for row in connection.execute(f"DESCRIBE {name}").fetchall()]
             assert columns == list(table.column_names), name
-            # Analyses never replay natively.
+            # Analyses neither replay natively nor sweep.
             rows = connection.execute(f"SELECT count(*) FROM {name}").fetchall()[0][0]
-            assert (rows == 0) == (name in REPLAY_TABLES), name
+            assert (rows == 0) == (name in (*REPLAY_TABLES, *SWEEP_TABLES)), name
         assert connection.execute("SELECT count(*) FROM routing").fetchall()[0][0] == 2 * (12 + 120)
     assert list(stale_traces(data)) == []
     assert first in data.report.read_text()
@@ -117,17 +124,18 @@ def test_a_second_run_gives_the_same_tables(data):
 
 def test_a_frame_that_breaks_its_contract_is_never_written_and_stops_the_rest(data, monkeypatch):
     trace_id = ingest(drop(data, "a.csv"), data, UserMetadata()).metadata.trace_id
-    broken = assets._per_trace(
-        "hit_rate",
-        lambda trace: assets.simulate_hit_rate(trace).with_columns(pl.col("hits") + 1),
-        description="broken",
-        show=assets._nothing,
-    )
+    simulated = assets.simulate_hit_rate
+
+    def broken(trace):
+        rates, by_layer = simulated(trace)
+        return rates.with_columns(pl.col("hits") + 1), by_layer
+
+    monkeypatch.setattr(assets, "simulate_hit_rate", broken)
     resources = {"data": assets.DataFolderResource(root=str(data.root))}
     with dg.DagsterInstance.get() as instance:
         instance.add_dynamic_partitions("traces", [trace_id])
         how = {"partition_key": trace_id, "instance": instance, "resources": resources, "raise_on_error": False}
-        result = dg.materialize([assets.routing, broken], **how)
+        result = dg.materialize([assets.routing, assets.hit_rates], **how)
     assert not result.success
     verdicts = {check.asset_key.to_user_string(): check for check in result.get_asset_check_evaluations()}
     assert verdicts["routing"].passed
@@ -154,6 +162,30 @@ def test_a_refused_dump_does_not_keep_the_others_from_the_warehouse(data):
     assert [one.name for one in materialize(data, ["bad-000000000000", good])] == ["routing"]
     with duckdb.connect(str(data.warehouse), read_only=True) as connection:
         assert connection.execute("SELECT trace_id FROM trace").fetchall() == [(good,)]
+
+
+def test_the_reconstruction_is_made_once_per_version_and_again_where_its_file_is_damaged(data, monkeypatch):
+    made = []
+
+    def counted(trace):
+        made.append(trace)
+        return inversion_rows(trace)
+
+    monkeypatch.setattr(assets, "inversion_rows", counted)
+    for times in (1, 1):
+        assert materialize_all(data) == []
+        assert len(made) == times
+    file = data.result_file("inversion", PARTITION)
+    before = pl.read_parquet(file)
+    monkeypatch.setattr(results, "ANALYSIS_VERSION", results.ANALYSIS_VERSION + 1)
+    assert materialize_all(data) == []
+    assert len(made) == 2
+    content = bytearray(file.read_bytes())
+    content[4:400] = bytes(396)
+    file.write_bytes(content)
+    assert materialize_all(data) == []
+    assert len(made) == 3
+    assert pl.read_parquet(file).equals(before)
 
 
 # When things run
@@ -234,9 +266,10 @@ def test_the_nightly_schedule_takes_what_is_new_or_made_by_older_versions(data, 
     assert [(one.trace_id, one.reason) for one in stale_traces(data)] == [(trace_id, "trace: not made yet")]
     materialize(data, [trace_id])
     assert list(stale_traces(data)) == []
-    monkeypatch.setattr(results, "ANALYSIS_VERSION", 2)
-    assert "analysis version 1, now 2" in next(iter(stale_traces(data))).reason
-    monkeypatch.setattr(results, "ANALYSIS_VERSION", 1)
+    version = results.ANALYSIS_VERSION
+    monkeypatch.setattr(results, "ANALYSIS_VERSION", version + 1)
+    assert f"analysis version {version}, now {version + 1}" in next(iter(stale_traces(data))).reason
+    monkeypatch.setattr(results, "ANALYSIS_VERSION", version)
     monkeypatch.setattr(results, "PARSER_VERSION", 2)
     assert "parsed by version 1, now 2" in next(iter(stale_traces(data))).reason
     resources = {"data": assets.DataFolderResource(root=str(data.root))}
@@ -244,6 +277,26 @@ def test_the_nightly_schedule_takes_what_is_new_or_made_by_older_versions(data, 
         context = dg.build_schedule_context(instance, resources=resources, repository_def=defs.get_repository_def())
         tick = automation.nightly.evaluate_tick(context)
     assert [request.partition_key for request in tick.run_requests] == [trace_id]
+
+
+def test_the_reconstruction_is_asked_for_where_it_is_missing_and_each_night_and_not_in_between(data):
+    resources = {"data": assets.DataFolderResource(root=str(data.root))}
+
+    def requested(now: datetime, cursor: object = None) -> tuple[int, object]:
+        found = dg.evaluate_automation_conditions(
+            automation.with_automation([assets.inversion]), instance, cursor=cursor, evaluation_time=now
+        )
+        return found.total_requested, found.cursor
+
+    noon = datetime(2026, 12, 2, 12, tzinfo=UTC)
+    with dg.DagsterInstance.get() as instance:
+        asked, cursor = requested(noon)
+        assert asked == 1
+        assert dg.materialize([assets.inversion], instance=instance, resources=resources).success
+        asked, cursor = requested(noon + timedelta(minutes=1), cursor)
+        assert asked == 0
+        asked, cursor = requested(noon + timedelta(hours=16), cursor)
+        assert asked == 1
 
 
 def test_results_of_a_trace_that_was_replaced_under_its_id_are_stale(data):

@@ -7,16 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replayer import policies
+from replayer import policies, priorities, recency
+from replayer.caches import Caches, Events
+from replayer.policies import Parameters
 from replayer.simulate import Capacity, layer_quotas, object_sizes
-from replayer.trace import Trace, Walk, steps_without_warmup, walk
-from schemas.columns import ACCESS_ORDERS, DEDUPS, POLICIES, SCOPES, SEMANTICS
+from replayer.trace import Trace, Walk, part_of_walk, steps_without_warmup, walk
+from schemas.columns import ACCESS_ORDERS, DEDUPS, POLICIES, SCOPES
 from tests import oracles
 from tests.builders import make_trace
-from tests.strategies import access_lists, event_lists, routing_traces, single_row_traces
+from tests.strategies import access_lists, capacities, event_lists, routing_traces, single_row_traces
 
-ALWAYS_ADMITTING = ("lru", "lfu_always")
-DEMAND_POLICIES = tuple(policy for policy in POLICIES if policy != "static")
+PRELOADED = ("static", "pinned_lru")
+DEMAND_POLICIES = tuple(policy for policy in POLICIES if policy not in PRELOADED)
+ATOMIC_OR_NOT = ("event_atomic", "sequential")
 
 
 def whole_walk(trace: Trace, *, order: str = "router", dedup: str = "union") -> Walk:
@@ -35,34 +38,73 @@ def caches_of(trace: Trace, steps: Walk, scope: str, capacity: Capacity):
     return steps.layer if per_layer else np.zeros_like(steps.layer), held, first_object, sizes
 
 
-def kernel_decisions(policy: str, semantics: str, trace: Trace, steps: Walk, scope: str, capacity: Capacity):
+def kernel_decisions(
+    policy: str,
+    semantics: str,
+    trace: Trace,
+    steps: Walk,
+    scope: str,
+    capacity: Capacity,
+    *,
+    admits=None,
+    cuts=(),
+    pinned_fraction: float = 0.5,
+):
+    """Decisions of a kernel over a walk cut before the events `cuts`; a static table is fitted on the whole walk."""
     event_cache, held, first_object, sizes = caches_of(trace, steps, scope, capacity)
+    caches = Caches(None if capacity.bytes is None else sizes, held, np.asarray(first_object), admits)
+    counts = np.bincount(steps.objects, minlength=trace.num_objects)
+    run, state = policies.kernel_of(
+        policy, semantics, caches, Parameters(counts=counts, pinned_fraction=pinned_fraction)
+    )
     atomic = semantics == "event_atomic"
-    arguments = (steps.objects, steps.first_access, event_cache, sizes, held, first_object, atomic)
-    if policy == "static":
-        counts = np.bincount(steps.objects, minlength=trace.num_objects)
-        was_hit = policies.static_table(counts, sizes, held, first_object)[steps.objects]
-    elif policy == "lru":
-        was_hit = policies.lru(*arguments)
-    elif policy.startswith("lfu"):
-        was_hit = policies.lfu(*arguments, policy == "lfu_gated")
-    else:
-        next_time = policies.next_times(steps.objects, steps.first_access, trace.num_objects, atomic)
-        was_hit = policies.belady(*arguments, policy == "belady_forced", next_time)
+    bounds = [0, *sorted(set(cuts) - {0}), steps.num_events]
+    pieces = [part_of_walk(steps, begin, end) for begin, end in pairwise(bounds)]
+    next_time = [None] * len(pieces)
+    if policies.knows_future(policy):
+        next_time = next_times_of(pieces, trace.num_objects, atomic)
+    was_hit = []
+    for (begin, end), piece, times in zip(pairwise(bounds), pieces, next_time, strict=True):
+        events = Events(piece.objects, piece.first_access, event_cache[begin:end], piece.step, times)
+        decided = np.full(len(piece.objects), 77, dtype=np.uint8)
+        run(state, events, caches, atomic, decided)
+        was_hit += decided.tolist()
+    assert set(was_hit) <= {0, 1}
     return [bool(hit) for hit in was_hit]
 
 
-def oracle_decisions(policy: str, semantics: str, trace: Trace, steps: Walk, scope: str, capacity: Capacity):
+def next_times_of(pieces: list[Walk], num_objects: int, atomic: bool) -> list[np.ndarray]:
+    upcoming = np.full(num_objects, np.iinfo(np.uint32).max, dtype=np.uint32)
+    base = sum(piece.num_events if atomic else len(piece.objects) for piece in pieces)
+    found = []
+    for piece in reversed(pieces):
+        base -= piece.num_events if atomic else len(piece.objects)
+        times = np.empty(len(piece.objects), dtype=np.uint32)
+        priorities.next_times(piece.objects, piece.first_access, upcoming, base, atomic, times)
+        found.append(times)
+    return found[::-1]
+
+
+def oracle_decisions(
+    policy: str, semantics: str, trace: Trace, steps: Walk, scope: str, capacity: Capacity, *, admits=None
+):
     event_cache, held, _, sizes = caches_of(trace, steps, scope, capacity)
     bounds = steps.first_access.tolist()
     events = [steps.objects[begin:end].tolist() for begin, end in pairwise(bounds)]
     cache_of_event = event_cache.tolist()
+    admitted = None if admits is None else set(np.flatnonzero(admits).tolist())
+    step_of_event = steps.step.tolist()
 
     def decide(mine, **known):
-        return oracles.decide(policy, semantics, mine, fitted_on=mine, **known)
+        return oracles.decide(policy, semantics, mine, fitted_on=mine, admitted=admitted, **known)
 
     return oracles.each_cache(
-        decide, events, cache_of_event, dict(enumerate(held.tolist())), size=dict(enumerate(sizes.tolist()))
+        decide,
+        events,
+        cache_of_event,
+        dict(enumerate(held.tolist())),
+        step_of_event=step_of_event,
+        size=dict(enumerate(sizes.tolist())),
     )
 
 
@@ -70,22 +112,75 @@ def count_hits(policy: str, semantics: str, trace: Trace, scope: str, experts: i
     return sum(kernel_decisions(policy, semantics, trace, whole_walk(trace), scope, Capacity(experts=experts)))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", oracles.POLICIES)
 @settings(max_examples=60, deadline=None)
 @given(
     trace=routing_traces(),
     order=st.sampled_from(ACCESS_ORDERS),
     dedup=st.sampled_from(DEDUPS),
     sizes_in_bytes=st.lists(st.integers(1, 40), max_size=4),
+    data=st.data(),
 )
-def test_kernel_decides_every_access_as_the_oracle_does(policy, trace, order, dedup, sizes_in_bytes):
+def test_kernel_decides_every_access_as_the_oracle_does(policy, trace, order, dedup, sizes_in_bytes, data):
     steps = whole_walk(trace, order=order, dedup=dedup)
-    capacities = [Capacity(experts=experts) for experts in range(trace.num_objects + 2)]
+    sizes_asked = [Capacity(experts=experts) for experts in range(trace.num_objects + 2)]
     if trace.metadata.expert_bytes is not None:
-        capacities += [Capacity(bytes=size) for size in sizes_in_bytes]
-    for semantics, scope, capacity in product(SEMANTICS, SCOPES, capacities):
+        sizes_asked += [Capacity(bytes=size) for size in sizes_in_bytes]
+    admits = data.draw(st.none() | admission_masks(trace))
+    for semantics, scope, capacity in product(policies.semantics_of(policy), SCOPES, sizes_asked):
         asked = (policy, semantics, trace, steps, scope, capacity)
-        assert kernel_decisions(*asked) == oracle_decisions(*asked), (semantics, scope, capacity)
+        found, wanted = kernel_decisions(*asked, admits=admits), oracle_decisions(*asked, admits=admits)
+        assert found == wanted, (semantics, scope, capacity)
+
+
+def admission_masks(trace: Trace):
+    return st.lists(st.booleans(), min_size=trace.num_objects, max_size=trace.num_objects).map(np.array)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), trace=routing_traces(), dedup=st.sampled_from(DEDUPS), scope=st.sampled_from(SCOPES))
+def test_a_walk_in_pieces_is_decided_as_the_whole(policy, data, trace, dedup, scope):
+    steps = whole_walk(trace, dedup=dedup)
+    capacity = data.draw(capacities(trace))
+    cuts = data.draw(st.sets(st.integers(0, steps.num_events - 1)))
+    admits = data.draw(st.none() | admission_masks(trace))
+    for semantics in policies.semantics_of(policy):
+        asked = (policy, semantics, trace, steps, scope, capacity)
+        assert kernel_decisions(*asked, admits=admits) == kernel_decisions(*asked, admits=admits, cuts=cuts), semantics
+
+
+@pytest.mark.parametrize("policy", DEMAND_POLICIES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), trace=routing_traces(), scope=st.sampled_from(SCOPES))
+def test_what_may_not_enter_never_hits(policy, data, trace, scope):
+    steps = whole_walk(trace)
+    admits, capacity = data.draw(admission_masks(trace)), data.draw(capacities(trace))
+    for semantics in policies.semantics_of(policy):
+        hits = kernel_decisions(policy, semantics, trace, steps, scope, capacity, admits=admits)
+        assert not any(hit for hit, thing in zip(hits, steps.objects, strict=True) if not admits[thing])
+
+
+@pytest.mark.parametrize("policy", DEMAND_POLICIES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), trace=routing_traces(), scope=st.sampled_from(SCOPES))
+def test_a_table_that_admits_everything_changes_nothing(policy, data, trace, scope):
+    steps, capacity = whole_walk(trace), data.draw(capacities(trace))
+    everything = np.ones(trace.num_objects, dtype=bool)
+    for semantics in policies.semantics_of(policy):
+        asked = (policy, semantics, trace, steps, scope, capacity)
+        assert kernel_decisions(*asked) == kernel_decisions(*asked, admits=everything)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), trace=routing_traces(), scope=st.sampled_from(SCOPES), semantics=st.sampled_from(ATOMIC_OR_NOT))
+def test_pinning_nothing_is_lru_and_pinning_everything_is_static(data, trace, scope, semantics):
+    steps, capacity = whole_walk(trace), data.draw(capacities(trace))
+    asked = (semantics, trace, steps, scope, capacity)
+    assert kernel_decisions("pinned_lru", *asked, pinned_fraction=0.0) == kernel_decisions("lru", *asked)
+    pinned = kernel_decisions("pinned_lru", *asked, pinned_fraction=1.0)
+    static = kernel_decisions("static", *asked)
+    assert all(mine or not table for mine, table in zip(pinned, static, strict=True))
 
 
 def one_layer(events: list[list[int]]) -> Trace:
@@ -119,7 +214,7 @@ def test_event_atomic_forced_belady_may_lie_below_the_optimum_with_bypass():
 def test_no_policy_beats_sequential_belady(trace, scope, experts):
     hits = {policy: count_hits(policy, "sequential", trace, scope, experts) for policy in POLICIES}
     assert all(hits["belady_bypass"] >= hits[policy] for policy in DEMAND_POLICIES)
-    assert all(hits["belady_forced"] >= hits[policy] for policy in ALWAYS_ADMITTING)
+    assert all(hits["belady_forced"] >= hits[policy] for policy in policies.ALWAYS_ADMITTING)
 
 
 @given(trace=routing_traces(), scope=st.sampled_from(SCOPES), experts=st.integers(0, 19))
@@ -127,7 +222,7 @@ def test_no_policy_beats_sequential_belady(trace, scope, experts):
 def test_a_static_table_gains_over_belady_at_most_its_preload(trace, scope, experts):
     steps = whole_walk(trace)
     _, held, first_object, sizes = caches_of(trace, steps, scope, Capacity(experts=experts))
-    table = policies.static_table(np.bincount(steps.objects, minlength=trace.num_objects), sizes, held, first_object)
+    table = recency.static_table(np.bincount(steps.objects, minlength=trace.num_objects), sizes, held, first_object)
     gained = count_hits("static", "sequential", trace, scope, experts) - table.sum()
     assert gained <= count_hits("belady_bypass", "sequential", trace, scope, experts)
 
@@ -141,7 +236,7 @@ def test_event_atomic_lru_of_top_k_experts_hits_exactly_the_lag_1_reuse(trace):
     assert count_hits("lru", "event_atomic", trace, "layer", trace.top_k) == reused
 
 
-@given(trace=single_row_traces(), semantics=st.sampled_from(SEMANTICS), data=st.data())
+@given(trace=single_row_traces(), semantics=st.sampled_from(ATOMIC_OR_NOT), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_global_lru_below_one_token_cycle_never_hits(trace, semantics, data):
     other_layers = len(trace.metadata.moe_layer_ids) - 1
@@ -165,7 +260,7 @@ def test_global_sequential_lru_of_one_token_cycle_equals_lru_of_top_k_per_layer(
     assert at_once == layered
 
 
-@given(trace=routing_traces(), semantics=st.sampled_from(SEMANTICS), scope=st.sampled_from(SCOPES))
+@given(trace=routing_traces(), semantics=st.sampled_from(ATOMIC_OR_NOT), scope=st.sampled_from(SCOPES))
 @settings(max_examples=60, deadline=None)
 def test_lru_keeps_every_hit_when_capacity_grows(trace, semantics, scope):
     steps = whole_walk(trace)
@@ -179,7 +274,7 @@ def test_lru_keeps_every_hit_when_capacity_grows(trace, semantics, scope):
 @given(
     trace=routing_traces(known_sizes=True),
     policy=st.sampled_from(POLICIES),
-    semantics=st.sampled_from(SEMANTICS),
+    semantics=st.sampled_from(ATOMIC_OR_NOT),
     scope=st.sampled_from(SCOPES),
     capacity=st.sampled_from([Capacity(experts=0), Capacity(bytes=0)]),
 )
@@ -191,7 +286,7 @@ def test_nothing_hits_in_a_cache_of_capacity_0(trace, policy, semantics, scope, 
 @given(
     trace=routing_traces(known_sizes=True),
     policy=st.sampled_from(DEMAND_POLICIES),
-    semantics=st.sampled_from(SEMANTICS),
+    semantics=st.sampled_from(ATOMIC_OR_NOT),
     scope=st.sampled_from(SCOPES),
     in_bytes=st.booleans(),
 )
@@ -206,7 +301,7 @@ def test_a_cache_of_the_whole_footprint_misses_only_first_accesses(trace, policy
     assert was_hit == [thing in objects[:access] for access, thing in enumerate(objects)]
 
 
-@given(trace=routing_traces(), semantics=st.sampled_from(SEMANTICS), scope=st.sampled_from(SCOPES), data=st.data())
+@given(trace=routing_traces(), semantics=st.sampled_from(ATOMIC_OR_NOT), scope=st.sampled_from(SCOPES), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_renaming_experts_leaves_lru_counts_alone(trace, semantics, scope, data):
     renamed_ids = trace.expert_ids.copy()
@@ -237,7 +332,7 @@ def test_lru_keeps_the_longest_prefix_of_its_stack_that_fits():
 
 def test_an_expert_larger_than_its_quota_is_served_and_evicts_nothing():
     for policy in DEMAND_POLICIES:
-        for semantics in SEMANTICS:
+        for semantics in ATOMIC_OR_NOT:
             assert decisions_of(policy, semantics, [[0], [3], [0], [3]], bytes=3) == "mmHm", (policy, semantics)
 
 

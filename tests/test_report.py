@@ -10,7 +10,8 @@ import duckdb
 import polars as pl
 import pytest
 
-from pipeline.report import curve_png, locality_png, recall_png, render_report, write_report
+from pipeline.report import POLICY_LABELS, curve_png, locality_png, recall_png, render_report, write_report
+from schemas.columns import POLICIES
 from schemas.tables import TABLES
 from tests.table_rows import ROWS
 from tests.test_warehouse import run_row, valid_row, write_result
@@ -35,17 +36,21 @@ def rate_row(policy: str, hits: int, **values: object) -> dict[str, object]:
         "access_order": "router", "dedup": "union", "capacity_experts_total": 16, "capacity_bytes": None,
         "step_begin": 0, "step_end": 50, "warm_fraction": 0.6, "warm_steps": 30, "warm_pass": False,
         "fit": "first:0.6" if policy == "static" else None, "seed": None, "accesses": 1000, "selections": 1000,
-        "scored_steps": 20, "demand_bytes": None, "miss_bytes": None, "preload_bytes": None,
-        "hits": hits, "misses": 1000 - hits,
+        "scored_steps": 20, "scored_events": 100, "hits": hits, "misses": 1000 - hits, "events_above_capacity": 0,
+        "lag1_chance_numerator": 5.0, "lag1_chance_denominator": 20.0, "lag1_uniform_denominator": 8000,
     }  # fmt: skip
-    return valid_row(TABLES["hit_rate"], **{**contract, **values})
+    unknown = (
+        "demand_bytes", "miss_bytes", "preload_bytes", "pinned_fraction", "admission", "quota_fit", "folios_per_expert",
+        "hit_rate_low", "hit_rate_high", "block_steps", "reference_policy", "over_reference", "over_reference_low",
+        "over_reference_high", "shuffled_accesses", "shuffled_hits",
+    )  # fmt: skip
+    return valid_row(TABLES["hit_rate"], **{**contract, **dict.fromkeys(unknown), **values})
 
 
 def curve_row(policy: str, hits: int, **values: object) -> dict[str, object]:
     rate = rate_row(policy, hits, **values)
-    return valid_row(
-        TABLES["miss_ratio_curve"], **{name: rate[name] for name in TABLES["miss_ratio_curve"].column_names[:-3]}
-    ) | {"miss_ratio": rate["misses"] / rate["accesses"], "demand_bytes": None, "miss_bytes": None}
+    rate["miss_ratio"] = rate["misses"] / rate["accesses"]
+    return {name: rate[name] for name in TABLES["miss_ratio_curve"].column_names}
 
 
 def locality_row(layer_id: int | None, *, reused: int, shuffled: int) -> dict[str, object]:
@@ -379,9 +384,10 @@ def test_capacities_in_bytes_are_a_contract_of_their_own():
 
 
 def test_a_policy_or_predictor_without_a_label_is_shown_under_its_own_name():
-    rows = [rate_row("lru", 400), rate_row("sieve", 500)]
-    page = render_report(tables(hit_rate=rows, miss_ratio_curve=[curve_row("lru", 400), curve_row("sieve", 500)]))
-    assert "do not know the future: sieve at 16 experts" in text_of(page)
+    rows = [rate_row("lru", 400), rate_row("oracle", 500)]
+    page = render_report(tables(hit_rate=rows, miss_ratio_curve=[curve_row("lru", 400), curve_row("oracle", 500)]))
+    assert "do not know the future: oracle at 16 experts" in text_of(page)
+    assert "Others oracle 50.0" in text_of(page)
     recall = recall_row("gate", 500, depth=1) | {"width": None, "fit": None}
     assert "Gate: names 500 of 1,000 accesses" in words(lookahead_recall=[recall])
 
@@ -621,3 +627,198 @@ def test_small_pictures_are_png_of_480_by_300_and_follow_the_rows():
         assert picture == draw(of_trace)
         assert picture != draw(of_trace.clear())
         assert struct.unpack(">II", draw(of_trace.clear())[16:24]) == (480, 300)
+
+
+# Many policies, intervals, nulls
+
+
+def compared(policy: str, hits: int, over: tuple[float, float, float] | None, **values: object) -> dict[str, object]:
+    """A row with its difference to LRU and the interval of that difference."""
+    mean, low, high = over or (None, None, None)
+    known = {"hit_rate_low": hits / 1000 - 0.02, "hit_rate_high": hits / 1000 + 0.02, "block_steps": 5}
+    difference = {"over_reference": mean, "over_reference_low": low, "over_reference_high": high}
+    return rate_row(policy, hits, reference_policy=None if over is None else "lru", **known, **difference, **values)
+
+
+def test_policies_that_differ_from_lru_beyond_the_interval_are_named_and_flip_with_the_rows():
+    rows = [
+        compared("lru", 400, None),
+        compared("sieve", 430, (0.03, 0.01, 0.05)),
+        compared("arc", 410, (0.01, -0.01, 0.03)),
+        compared("lfu_gated", 300, (-0.1, -0.12, -0.08)),
+        compared("static", 600, (0.2, 0.19, 0.21), fit="same"),
+        compared("belady_bypass", 700, (0.3, 0.29, 0.31)),
+    ]
+    shown = words(hit_rate=rows)
+    assert (
+        "Event-atomic, 16 experts, beyond the 95 % interval of the difference (Belady and what saw the future aside): "
+        "more hits than LRU: SIEVE (+3.0, +1.0 to +5.0 points); fewer hits than LRU: gated LFU; not told apart from "
+        "LRU: ARC."
+    ) in shown
+    assert "▲ 43.0 % 41.0–45.0 · 430" in shown
+    assert "▼ 30.0 % 28.0–32.0 · 300" in shown
+    rows[1], rows[2] = compared("sieve", 370, (-0.03, -0.05, -0.01)), compared("arc", 420, (0.02, 0.01, 0.03))
+    shown = words(hit_rate=rows)
+    assert "more hits than LRU: ARC (+2.0, +1.0 to +3.0 points); fewer hits than LRU: SIEVE and gated LFU." in shown
+    rows = [rows[0], compared("arc", 410, (0.01, -0.01, 0.03))]
+    shown = words(hit_rate=rows)
+    assert "more hits than LRU: no policy; fewer hits than LRU: no policy; not told apart from LRU: ARC." in shown
+    assert "▲" not in shown
+    assert "beyond the 95 % interval" not in words(hit_rate=[rate_row("lru", 400), rate_row("arc", 410)])
+
+
+def test_a_turn_within_the_intervals_is_no_decision_of_the_way_of_counting():
+    def shown(low: float) -> str:
+        rows = [
+            compared("lru", 400, None), compared("arc", 410, (0.01, low, 0.03)),
+            compared("lru", 400, None, semantics="sequential"),
+            compared("arc", 390, (-0.01, -0.03, 0.01), semantics="sequential"),
+        ]  # fmt: skip
+        return words(hit_rate=rows)
+
+    assert "ARC at 16 experts is above LRU event-atomic and below LRU sequential." in shown(0.005)
+    assert "at each capacity of the table, but for differences that lie within their intervals." in shown(-0.01)
+
+
+def test_the_gap_to_belady_is_split_into_admission_and_victims():
+    def shown(best: int, forced: int, bypass: int, **static: object) -> str:
+        rows = [rate_row("lru", 400), rate_row("arc", best), rate_row("static", 650, **static)]
+        return words(
+            hit_rate=[
+                *(rows if static else rows[:2]),
+                rate_row("belady_forced", forced),
+                rate_row("belady_bypass", bypass),
+            ]
+        )
+
+    assert (
+        "Event-atomic, 16 experts: of the 500 misses of the best policy that does not know the future (ARC), Belady "
+        "with bypass saves 200 (40.0 %). 50 of these (25.0 %) come from not having to admit, 150 (75.0 %) from better "
+        "victims."
+    ) in shown(500, 650, 700)
+    assert "150 of these (75.0 %) come from not having to admit, 50 (25.0 %) from" in shown(500, 550, 700)
+    assert "Belady that has to admit misses 20 more than ARC: here what not to admit matters more" in shown(
+        500, 480, 700
+    )
+    assert "misses of the best policy that does not know the future (LRU), Belady" in shown(390, 650, 700)
+    # Fitted on what it is scored on, a table is no policy that does not know the future.
+    assert "not know the future (ARC), Belady" in shown(500, 650, 700, fit="same")
+    assert "not know the future (static table), Belady" in shown(500, 660, 700, fit="first:0.6")
+    assert "saves" not in shown(500, 500, 500)
+
+
+def test_events_that_no_cache_of_the_size_can_hold_are_counted_where_there_are_any():
+    rows = [
+        rate_row("lru", 400, capacity_experts_total=8, events_above_capacity=25, pressure_mean=0.9, pressure_p95=1.5),
+        rate_row("lru", 500, capacity_experts_total=16, events_above_capacity=0),
+    ]
+    shown = words(hit_rate=rows)
+    assert (
+        "At 8 experts 25 of 100 scored events (25.0 %) access more experts than their cache holds, so no policy can "
+        "serve them from it; experts accessed ÷ capacity is 0.90 in the mean, 1.50 at the 95th percentile."
+    ) in shown
+    assert "At 16 experts" not in shown
+    unknown = rate_row("lru", 400, events_above_capacity=None, pressure_mean=None, pressure_p95=None)
+    assert "scored events (" not in words(hit_rate=[unknown])
+
+
+def test_what_is_left_of_lru_without_order_follows_the_rows():
+    def shown(shuffled: int) -> str:
+        return words(hit_rate=[rate_row("lru", 400, shuffled_accesses=1000, shuffled_hits=shuffled)])
+
+    sentence = "with the tokens shuffled LRU hits {} % of 1,000 accesses, in recorded order 40.0 %: {}."
+    assert sentence.format("15.0", "the rest comes from the order of the text") in shown(150)
+    assert sentence.format("45.0", "the order of the text costs it hits") in shown(450)
+    assert sentence.format("40.0", "the order of the text gives it nothing") in shown(400)
+    assert "15.0 % +25.0 · 150" in shown(150)
+    assert "45.0 % −5.0 · 450" in shown(450)
+    assert (
+        "names an expert of its layer's event before with chance 25.0 % (5.0 ÷ 20.0), and 12.5 % (1,000 ÷ 8,000) under"
+        in shown(150)
+    )
+    assert "Null control" not in words(hit_rate=[rate_row("lru", 400)])
+
+
+def test_policies_stand_under_their_kind_in_a_body_of_rows_of_its_own():
+    names = ["belady_bypass", "static", "mglru", "lfu_gated", "lru", "sieve"]
+    page = render_report(tables(hit_rate=[rate_row(name, 400) for name in names]))
+    kinds = [html.unescape(found) for found in re.findall(r'scope="rowgroup">([^<]+)<', page)]
+    assert kinds == [
+        "Recency, queues and chance", "Frequency", "Tables", "Models of the kernel's page cache", "Knowing the future",
+    ]  # fmt: skip
+    assert re.search(r"LRU</th>.*SIEVE</th>.*</tbody>\s*<tbody>.*LFU, gated</th>", page, flags=re.DOTALL)
+    outline_of(page)
+
+
+def test_every_policy_has_a_label_and_a_kind():
+    assert set(POLICY_LABELS) == set(POLICIES)
+
+
+def test_a_whole_curve_is_a_line_without_markers_and_ticks_stand_where_all_lines_have_points():
+    whole = [curve_row("lru", 5 * number, capacity_experts_total=number) for number in range(1, 65)]
+    few = [curve_row("lfu_gated", 8 * number, capacity_experts_total=number) for number in (1, 8, 64)]
+    page = render_report(tables(miss_ratio_curve=[*whole, *few]))
+    legend = re.search(r'<ul class="legend">.*?</ul>', page, flags=re.DOTALL)
+    assert legend is not None
+    lru, gated = legend.group().split("</li>")[:2]
+    assert (lru.count("<path"), gated.count("<path")) == (1, 2)
+    (plot,) = re.findall(r'<svg class="plot".*?</svg>', page, flags=re.DOTALL)
+    assert re.findall(r">(\d+)</text>", plot) == ["1", "8", "64"]
+
+
+def test_the_reporting_block_stands_folded_below_its_trace():
+    table = TABLES["reporting_block"]
+    rows = [
+        {
+            "trace_id": TRACE_ID,
+            "item": "A1",
+            "topic": "execution",
+            "question": "unit?",
+            "answer": HOSTILE,
+            "known": True,
+        },
+        {
+            "trace_id": TRACE_ID,
+            "item": "D1",
+            "topic": "oracle",
+            "question": "bytes?",
+            "answer": "unknown",
+            "known": False,
+        },
+    ]
+    page = render_report(tables(reporting_block=rows))
+    assert "<details>\n<summary>Reporting block: 1 of 2 items answered in full</summary>" in page
+    assert "Execution A1 unit?" in text_of(page)
+    assert "Oracle D1 bytes? unknown" in text_of(page)
+    assert "<script" not in page
+    assert set(rows[0]) == set(table.column_names)
+    assert "<details>" not in render_report(tables())
+
+
+def inversion_rows(**lru_hits: int) -> list[dict[str, object]]:
+    """Rows at 8 of 896 experts per layer in ascending order, LRU's hits by semantics; the table hits 100 of 1,000."""
+    shape = {
+        "trace_id": "synthetic", "capacity_experts_total": 16, "access_order": "ascending", "num_experts": 896,
+        "moe_layers": 2, "top_k_observed": 16, "accesses": 1000, "scored_steps": 20, "dedup": "union", "seed": None,
+    }  # fmt: skip
+    return [
+        valid_row(TABLES["inversion"], **shape, semantics=semantics, policy=policy, hits=hits, misses=1000 - hits)
+        for semantics in ("sequential", "event_atomic")
+        for policy, hits in (("lru", lru_hits[semantics]), ("static", 100), ("lfu_gated", 120))
+    ]
+
+
+def test_the_inversion_is_headed_by_what_its_rows_say_and_marked_as_a_reconstruction():
+    title = "LRU under a static table at tiny budgets: an effect of replaying access by access in ascending order"
+    page = render_report(tables(inversion=inversion_rows(sequential=1, event_atomic=170)))
+    shown = text_of(page)
+    assert title in shown
+    assert "this is a reconstruction on synthetic routes of the same shape, drawn, not recorded" in shown
+    assert "Make it again: expert-tier inversion && expert-tier run" in shown
+    # Its trace is none of the user's.
+    assert "Results without a row" not in shown
+    for sequential, event_atomic in ((1, 2), (170, 170), (170, 1)):
+        other = words(inversion=inversion_rows(sequential=sequential, event_atomic=event_atomic))
+        assert title not in other
+        assert "Does LRU fall under a static table at tiny budgets?" in other
+    assert "tiny budgets" not in words()

@@ -11,21 +11,29 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from replayer import trace as trace_module
 from replayer.trace import (
     MalformedTrace,
     Trace,
+    TraceFile,
+    Walk,
+    open_or_read,
+    open_trace,
+    part_of_walk,
     read_metadata,
     read_trace,
-    repeat_twice,
     steps_without_warmup,
     walk,
+    walk_steps,
 )
-from schemas.columns import DEDUPS
+from schemas.columns import ACCESS_ORDERS, DEDUPS, PASS_KINDS, PHASES
 from schemas.trace import METADATA_KEY, PHASE_CODES, TraceMetadata
 from schemas.validation import validate_trace
 from tests import oracles
 from tests.builders import canonical_table, make_trace, write_trace
 from tests.strategies import routing_traces
+
+READERS = [read_trace, open_trace, open_or_read, read_metadata]
 
 
 def small_trace(**known) -> Trace:
@@ -102,13 +110,30 @@ def with_metadata(trace: Trace, **facts) -> pa.Table:
 
 
 def refused(table: pa.Table, path: Path, message: str) -> None:
+    """Both ways of reading refuse the table, and name the file."""
     pq.write_table(table, path)
-    with pytest.raises(MalformedTrace, match=message) as error:
-        read_trace(path)
-    assert str(path) in str(error.value)
+    for read in (read_trace, open_trace):
+        with pytest.raises(MalformedTrace, match=message) as error:
+            read(path)
+        assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize("read", [read_trace, read_metadata])
+def write_parts(trace: Trace, path: Path, steps_per_part: int, **columns) -> Path:
+    """Writes `trace` with so many of its steps in every row group."""
+    table = rewritten(trace, **columns).cast(canonical_table(trace).schema)
+    row_step = table.column("step_id").to_numpy()
+    cuts = np.searchsorted(row_step, np.unique(row_step)[::steps_per_part])
+    with pq.ParquetWriter(path, table.schema) as writer:
+        for begin, end in pairwise([*cuts.tolist(), table.num_rows]):
+            writer.write_table(table.slice(begin, end - begin))
+    return path
+
+
+def events_in(steps: Walk) -> list[list[int]]:
+    return [steps.objects[begin:end].tolist() for begin, end in pairwise(steps.first_access.tolist())]
+
+
+@pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("content", [b"", b"tok,layer\n1,2\n" * 9, b"PAR1 only the beginning"])
 def test_a_file_that_is_no_parquet_is_refused(tmp_path, read, content):
     path = tmp_path / "dump.csv"
@@ -117,7 +142,7 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path, read, content):
         read(path)
 
 
-@pytest.mark.parametrize("read", [read_trace, read_metadata])
+@pytest.mark.parametrize("read", READERS)
 def test_a_truncated_file_is_refused(tmp_path, read):
     path = write_trace(small_trace(), tmp_path / "tiny.parquet")
     path.write_bytes(path.read_bytes()[:-100])
@@ -125,7 +150,7 @@ def test_a_truncated_file_is_refused(tmp_path, read):
         read(path)
 
 
-@pytest.mark.parametrize("read", [read_trace, read_metadata])
+@pytest.mark.parametrize("read", READERS)
 def test_a_file_with_a_damaged_footer_is_refused(tmp_path, read):
     path = write_trace(small_trace(), tmp_path / "tiny.parquet")
     content = bytearray(path.read_bytes())
@@ -142,17 +167,18 @@ def test_a_file_with_damaged_pages_is_refused(tmp_path):
     content = bytearray(path.read_bytes())
     content[4:200] = b"\xff" * 196
     path.write_bytes(content)
-    with pytest.raises(MalformedTrace, match=r"tiny\.parquet: not a readable Parquet file"):
-        read_trace(path)
+    for read in (read_trace, open_trace):
+        with pytest.raises(MalformedTrace, match=r"tiny\.parquet: not a readable Parquet file"):
+            read(path)
 
 
-@pytest.mark.parametrize("read", [read_trace, read_metadata])
+@pytest.mark.parametrize("read", READERS)
 def test_a_missing_file_is_an_os_error(tmp_path, read):
     with pytest.raises(FileNotFoundError, match=r"absent\.parquet"):
         read(tmp_path / "absent.parquet")
 
 
-@pytest.mark.parametrize("read", [read_trace, read_metadata])
+@pytest.mark.parametrize("read", READERS)
 def test_parquet_of_someone_else_is_refused(tmp_path, read):
     path = tmp_path / "other.parquet"
     pq.write_table(pa.table({"layer": [1]}), path)
@@ -160,7 +186,7 @@ def test_parquet_of_someone_else_is_refused(tmp_path, read):
         read(path)
 
 
-@pytest.mark.parametrize("read", [read_trace, read_metadata])
+@pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
@@ -176,7 +202,7 @@ def test_metadata_of_another_form_is_refused(tmp_path, read, stored, message):
         read(path)
 
 
-@pytest.mark.parametrize("read", [read_trace, read_metadata])
+@pytest.mark.parametrize("read", READERS)
 def test_a_newer_contract_is_refused_and_a_later_minor_version_is_read(tmp_path, read):
     path = tmp_path / "tiny.parquet"
     pq.write_table(with_metadata(small_trace(), schema_version="2.0"), path)
@@ -243,7 +269,7 @@ def test_steps_that_descend_are_refused(tmp_path):
 
 def test_an_unknown_phase_name_is_refused(tmp_path):
     table = rewritten(small_trace(), phase=["warmup"] * 7 + ["verify"])
-    refused(table, tmp_path / "t.parquet", "phase outside prefill, decode, warmup, unknown")
+    refused(table, tmp_path / "t.parquet", "a phase outside prefill, decode, warmup, unknown")
 
 
 @pytest.mark.parametrize(
@@ -275,6 +301,7 @@ def test_a_trace_without_rows_is_read_as_one_without_events(tmp_path):
     trace = read_trace(tmp_path / "t.parquet")
     assert trace.event_first_row.tolist() == [0]
     assert len(steps_without_warmup(trace)) == 0
+    assert (len(open_trace(tmp_path / "t.parquet").steps), open_trace(tmp_path / "t.parquet").phases) == (0, set())
 
 
 def test_router_order_is_that_of_first_mention_row_by_row():
@@ -317,7 +344,7 @@ def test_a_walk_lists_each_event_as_the_oracle_does(trace, order, dedup):
             base = int(trace.layer_first_object[trace.event_layer[event]])
             experts = oracles.accessed(trace.expert_ids[begin:end].tolist(), order, dedup)
             wanted.append([base + expert for expert in experts])
-    assert [steps.objects[begin:end].tolist() for begin, end in pairwise(steps.first_access)] == wanted
+    assert events_in(steps) == wanted
 
 
 @settings(max_examples=40, deadline=None)
@@ -347,12 +374,137 @@ def test_an_order_that_does_not_exist_is_refused():
         walk(small_trace(), 0, 1, order="rank")
 
 
-@settings(max_examples=20, deadline=None)
-@given(trace=routing_traces())
-def test_a_walk_repeated_twice_is_the_walk_after_itself(trace):
-    once = walk(trace, 0, len(steps_without_warmup(trace)), order="router")
-    twice = repeat_twice(once)
-    assert twice.objects.tolist() == once.objects.tolist() * 2
-    assert np.diff(twice.first_access).tolist() == np.diff(once.first_access).tolist() * 2
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), trace=routing_traces(), dedup=st.sampled_from(DEDUPS))
+def test_a_part_of_a_walk_lists_its_events_alone(data, trace, dedup):
+    whole = walk(trace, 0, len(steps_without_warmup(trace)), order="router", dedup=dedup)
+    begin = data.draw(st.integers(0, whole.num_events))
+    end = data.draw(st.integers(begin, whole.num_events))
+    part = part_of_walk(whole, begin, end)
+    assert (part.num_events, part.order, part.dedup) == (end - begin, "router", dedup)
+    assert part.first_access[0] == 0
+    assert events_in(part) == events_in(whole)[begin:end]
     for name in ("layer", "step", "phase", "selections"):
-        assert getattr(twice, name).tolist() == getattr(once, name).tolist() * 2
+        assert getattr(part, name).tolist() == getattr(whole, name)[begin:end].tolist(), name
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    trace=routing_traces(),
+    steps_per_part=st.integers(1, 4),
+    order=st.sampled_from(ACCESS_ORDERS),
+    dedup=st.sampled_from(DEDUPS),
+    seed=st.integers(0, 2**64),
+)
+def test_the_parts_of_a_file_walk_as_the_whole_does(tmp_path, trace, steps_per_part, order, dedup, seed):
+    opened = open_trace(write_parts(trace, tmp_path / "tiny.parquet", steps_per_part))
+    assert len(opened.part_first_event) == pq.ParquetFile(opened.path).num_row_groups
+    assert (opened.metadata, opened.num_objects, opened.top_k) == (trace.metadata, trace.num_objects, trace.top_k)
+    assert opened.layer_first_object.tolist() == trace.layer_first_object.tolist()
+    assert opened.steps.tolist() == steps_without_warmup(trace).tolist()
+    assert opened.phases == set(trace.event_phase.tolist())
+    said = {"order": order, "dedup": dedup, "seed": seed}
+    whole = walk_steps(trace, opened.steps, **said)
+    parts = [walk_steps(opened.part(part), opened.steps, **said) for part in range(len(opened.part_first_event))]
+    assert [event for part in parts for event in events_in(part)] == events_in(whole)
+    for name in ("layer", "step", "phase", "selections"):
+        assert np.concatenate([getattr(part, name) for part in parts]).tolist() == getattr(whole, name).tolist(), name
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), trace=routing_traces(), order=st.sampled_from(ACCESS_ORDERS))
+def test_the_walk_of_some_steps_is_what_they_are_in_the_walk_of_all(data, trace, order):
+    steps = steps_without_warmup(trace)
+    begin = data.draw(st.integers(0, len(steps)))
+    end = data.draw(st.integers(begin, len(steps)))
+    whole, some = walk(trace, 0, len(steps), order=order, seed=3), walk(trace, begin, end, order=order, seed=3)
+    is_some = (whole.step >= begin) & (whole.step < end)
+    assert events_in(some) == [event for event, is_in in zip(events_in(whole), is_some, strict=True) if is_in]
+    assert some.step.tolist() == (whole.step[is_some] - begin).tolist()
+
+
+def test_a_step_that_a_row_group_cuts_is_refused_in_parts_alone(tmp_path):
+    table, path = canonical_table(small_trace()), tmp_path / "tiny.parquet"
+    # Rows 2 to 5 are step 1: its events of layer 1, then those of layer 4.
+    with pq.ParquetWriter(path, table.schema) as writer:
+        for begin, end in pairwise([0, 4, 8]):
+            writer.write_table(table.slice(begin, end - begin))
+    with pytest.raises(MalformedTrace, match=r"tiny\.parquet: step 1 is cut by a row group; ingest the dump again"):
+        open_trace(path)
+    assert_same_trace(read_trace(path), small_trace())
+
+
+def test_an_event_that_a_row_group_cuts_is_refused(tmp_path):
+    table, path = canonical_table(small_trace()), tmp_path / "tiny.parquet"
+    with pq.ParquetWriter(path, table.schema) as writer:
+        for begin, end in pairwise([0, 3, 8]):
+            writer.write_table(table.slice(begin, end - begin))
+    with pytest.raises(MalformedTrace, match="event_id is not dense and ascending"):
+        open_trace(path)
+
+
+@pytest.mark.parametrize("name", ["rows", "events", "steps", "accesses"])
+def test_every_count_of_the_metadata_is_checked(tmp_path, name):
+    counts = small_trace().metadata.counts.model_dump()
+    table = with_metadata(small_trace(), counts={**counts, name: counts[name] + 1})
+    refused(table, tmp_path / "t.parquet", f"{counts[name]} {name}, its metadata says {counts[name] + 1}; ingest")
+
+
+def test_a_file_that_changes_after_it_was_opened_is_refused(tmp_path):
+    opened = open_trace(write_parts(small_trace(), tmp_path / "tiny.parquet", 1))
+    opened.path.write_bytes(opened.path.read_bytes()[:-100])
+    with pytest.raises(MalformedTrace, match=r"tiny\.parquet: not a readable Parquet file"):
+        opened.part(1)
+    opened.path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"tiny\.parquet"):
+        opened.part(1)
+
+
+def test_a_trace_is_read_in_parts_only_where_its_rows_take_too_much(tmp_path, monkeypatch):
+    path = write_trace(small_trace(), tmp_path / "tiny.parquet")
+    # 8 rows of 2 experts: 2 × 2 + 25 bytes each.
+    monkeypatch.setattr(trace_module, "READ_BYTES", 8 * 29)
+    assert isinstance(open_or_read(path), Trace)
+    monkeypatch.setattr(trace_module, "READ_BYTES", 8 * 29 - 1)
+    assert isinstance(open_or_read(path), TraceFile)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), trace=routing_traces())
+def test_accepted_tokens_are_those_of_the_definition(tmp_path, data, trace):
+    rows = len(trace.expert_ids)
+    requests = data.draw(st.lists(st.integers(0, 2), min_size=rows, max_size=rows))
+    kinds = data.draw(st.lists(st.sampled_from(PASS_KINDS), min_size=rows, max_size=rows))
+    path = write_parts(trace, tmp_path / "tiny.parquet", len(trace.event_step), request_id=requests, pass_kind=kinds)
+    found = read_trace(path).step_accepted
+    event_of_row = np.repeat(np.arange(len(trace.event_step)), np.diff(trace.event_first_row))
+    said = [
+        (int(trace.event_step[event]), PHASES[trace.event_phase[event]], request, kind)
+        for event, request, kind in zip(event_of_row, requests, kinds, strict=True)
+    ]
+    steps = sorted({step for step, *_ in said})
+    wanted = [[0] * len(PHASE_CODES) for _ in steps]
+    for place, now in enumerate(steps):
+        for phase in ("decode", "unknown"):
+            for request in range(3):
+                passes = {
+                    kind for step, its_phase, whose, kind in said if (step, its_phase, whose) == (now, phase, request)
+                }
+                wanted[place][PHASE_CODES[phase]] += (2 if "spec_accept" in passes else 1) if passes else 0
+        for request in range(3):
+            prefilled = [step for step, phase, whose, _ in said if (phase, whose) == ("prefill", request)]
+            wanted[place][PHASE_CODES["prefill"]] += bool(prefilled) and max(prefilled) == now
+    assert found.tolist() == wanted
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(trace=routing_traces(all_phases=False))
+def test_accepted_tokens_without_a_prefill_add_up_to_those_of_the_metadata(tmp_path, trace):
+    found = read_trace(write_trace(trace, tmp_path / "tiny.parquet")).step_accepted
+    assert found.sum() == trace.metadata.counts.accepted_tokens
+
+
+@pytest.mark.parametrize(("name", "value"), [("pass_kind", "spec_maybe"), ("phase", "verify")])
+def test_a_name_outside_its_column_s_is_refused(tmp_path, name, value):
+    values = [*canonical_table(small_trace()).column(name).to_pylist()[:-1], value]
+    refused(rewritten(small_trace(), **{name: values}), tmp_path / "t.parquet", f"a {name} outside ")

@@ -13,6 +13,7 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
+from replayer.disclosure import best_causal
 from schemas.columns import POLICIES
 from schemas.files import publish
 from schemas.tables import TABLES, Table
@@ -55,6 +56,8 @@ def valid_row(table: Table, **values: object) -> dict[str, object]:
         row |= {part: 0 for part in parts if part not in values}
         if not set(parts) & set(values):
             row[parts[0]] = row[total]
+    if "capacity_misses" in row and not {"compulsory_misses", "capacity_misses"} & set(values):
+        row |= {"compulsory_misses": 0, "capacity_misses": row["misses"]}
     for column in table.columns:
         if column.ratio is not None:
             numerator, denominator = (row[name] for name in column.ratio)
@@ -71,8 +74,10 @@ def write_result(data_dir: Path, table: str, partition: str, rows: Iterable[dict
 
 
 def hit_rate_row(**values: object) -> dict[str, object]:
-    contract = {"trace_id": "a", "scope": "layer", "capacity_experts_total": 16, "capacity_bytes": None, "fit": None}
-    return valid_row(TABLES["hit_rate"], **{**contract, "seed": None, "accesses": 100, "selections": 200, **values})
+    nothing = dict.fromkeys(("capacity_bytes", "fit", "seed", "pinned_fraction", "admission", "quota_fit"))
+    contract = {"trace_id": "a", "scope": "layer", "capacity_experts_total": 16, **nothing, "folios_per_expert": None}
+    counts = {"accesses": 100, "selections": 200, "lag1_uniform_denominator": 1600}
+    return valid_row(TABLES["hit_rate"], **{**contract, **counts, **values})
 
 
 def names_in(folder: Path) -> list[str]:
@@ -240,7 +245,7 @@ def with_damaged_pages(file: Path) -> str:
 
 def without_a_column(file: Path) -> str:
     pl.read_parquet(file).drop("hits", "policy").write_parquet(file)
-    return "policy is missing, hits is missing; wanted the 27 columns"
+    return f"policy is missing, hits is missing; wanted the {len(TABLES['hit_rate'].columns)} columns"
 
 
 def with_another_column(file: Path) -> str:
@@ -375,7 +380,8 @@ def test_relations_are_listed_with_question_and_rows(tmp_path):
     assert [relation["name"] for relation in relations if relation["kind"] == "table"] == sorted(TABLES)
     views = {relation["name"]: relation for relation in relations if relation["kind"] == "view"}
     assert set(views) == {
-        "policy_comparison", "lookahead_summary", "trace_unknowns", "replay_summary", "quarantined_runs",
+        "policy_comparison", "policy_ranking", "belady_gap", "nominal_misses", "lookahead_summary", "trace_unknowns",
+        "replay_summary", "quarantined_runs",
         "native_vs_simulated", "routing",
     }  # fmt: skip
     assert all(view["comment"].endswith("?") for view in views.values())
@@ -418,6 +424,99 @@ def test_policy_comparison_has_a_column_for_every_policy(tmp_path):
     columns = query(tmp_path, "FROM policy_comparison").columns
     assert {f"{policy}_hit_rate" for policy in POLICIES} <= set(columns)
     assert {f"{policy}_hits" for policy in POLICIES} <= set(columns)
+
+
+def test_policy_ranking_puts_the_most_hits_first_with_interval_and_null_beside_them(tmp_path):
+    intervals = {"hit_rate_low": 0.3, "hit_rate_high": 0.5, "over_reference_low": -0.1, "over_reference_high": 0.1}
+    rows = [
+        hit_rate_row(policy=policy, hits=hits, misses=100 - hits, shuffled_accesses=100, shuffled_hits=20, **intervals)
+        for policy, hits in (("lru", 40), ("arc", 45), ("fifo", 40))
+    ]
+    rows += [hit_rate_row(policy="lru", hits=90, misses=10, capacity_experts_total=32)]
+    write_result(tmp_path, "hit_rate", "a", rows)
+    build_warehouse(tmp_path)
+    columns = "policy, hits, hit_rate_low, over_reference_high, shuffled_hit_rate, shuffled_hits"
+    assert query(tmp_path, f"SELECT capacity_experts_total, {columns} FROM policy_ranking").rows() == [
+        (16, "arc", 45, 0.3, 0.1, 0.2, 20),
+        (16, "fifo", 40, 0.3, 0.1, 0.2, 20),
+        (16, "lru", 40, 0.3, 0.1, 0.2, 20),
+        (32, "lru", 90, 6.0, 6.0, 1.0, 6),
+    ]
+
+
+def gap_after(data_dir: Path, *rows: dict[str, object]) -> list[tuple[object, ...]]:
+    write_result(data_dir, "hit_rate", "a", rows)
+    build_warehouse(data_dir)
+    return query(
+        data_dir,
+        "SELECT best_policy, best_misses, forced_misses, bypass_misses, gap_misses, gap_ratio, admission_misses, "
+        "admission_share, victim_misses, victim_share FROM belady_gap",
+    ).rows()
+
+
+def missing(policy: str, misses: int, **values: object) -> dict[str, object]:
+    return hit_rate_row(policy=policy, hits=100 - misses, misses=misses, **values)
+
+
+def test_belady_gap_is_that_of_the_best_causal_policy_and_follows_the_rows(tmp_path):
+    belady = (missing("belady_forced", 40), missing("belady_bypass", 30))
+    assert gap_after(tmp_path, missing("lru", 60), missing("arc", 50), *belady) == [
+        ("arc", 50, 40, 30, 20, 0.4, 10, 0.5, 10, 0.5)
+    ]
+    assert gap_after(tmp_path, missing("lru", 50), missing("arc", 60), *belady)[0][:2] == ("lru", 50)
+    # The first in the alphabet of equals, so that a rebuild says the same.
+    assert gap_after(tmp_path, missing("lru", 50), missing("arc", 50), *belady)[0][0] == "arc"
+    assert gap_after(tmp_path, missing("lru", 50)) == []
+    assert gap_after(tmp_path, *belady) == []
+    assert gap_after(tmp_path, missing("lru", 30), belady[1]) == [("lru", 30, None, 30, 0, 0.0, None, None, None, None)]
+
+
+@pytest.mark.parametrize(
+    ("fit", "warm_steps", "best"),
+    [
+        ("same", 30, "lru"),
+        ("first:0.6", 30, "static"),
+        ("first:0.6", 29, "lru"),
+        ("first:1", 30, "lru"),
+        ("other.parquet", 0, "static"),
+        ("first:x", 0, "static"),
+    ],
+)
+def test_a_table_that_saw_scored_steps_is_no_causal_policy(tmp_path, fit, warm_steps, best):
+    of_window = {"step_begin": 0, "step_end": 50, "warm_steps": warm_steps}
+    rows = [missing("lru", 60, **of_window), missing("belady_bypass", 30, **of_window)]
+    rows += [missing("static", 40, fit=fit, **of_window)]
+    assert gap_after(tmp_path, *rows)[0][0] == best
+    if fit != "first:x":
+        assert best_causal(rows)["policy"] == best
+
+
+def test_nominal_misses_are_lru_s_over_all_layers_where_bytes_are_known(tmp_path):
+    of_bytes = {"scope": "global", "scored_steps": 10, "scored_accepted_tokens": 20, "demand_bytes": 10**6}
+    rows = [
+        hit_rate_row(miss_bytes=4000, **of_bytes),
+        hit_rate_row(miss_bytes=3000, policy="arc", **of_bytes),
+        hit_rate_row(miss_bytes=5000, **{**of_bytes, "scope": "layer"}),
+        hit_rate_row(miss_bytes=None, capacity_experts_total=32, **of_bytes),
+        hit_rate_row(miss_bytes=2000, admission="same:top:8", **of_bytes),
+    ]
+    write_result(tmp_path, "hit_rate", "a", rows)
+    build_warehouse(tmp_path)
+    assert query(
+        tmp_path,
+        "SELECT capacity_experts_total, miss_bytes, miss_bytes_per_step, miss_bytes_per_accepted_token "
+        "FROM nominal_misses",
+    ).rows() == [(16, 4000, 400.0, 200.0)]
+
+
+def test_rows_of_a_sweep_are_loaded_and_a_bad_file_of_them_says_who_makes_them(tmp_path):
+    row = valid_row(TABLES["sweep"], trace_id="a")
+    file = write_result(tmp_path, "sweep", "a", [row])
+    file.rename(file.with_name("0123456789abcdef.parquet"))
+    assert build_warehouse(tmp_path)["sweep"] == 1
+    pl.read_parquet(file.with_name("0123456789abcdef.parquet")).drop("hits").write_parquet(file)
+    with pytest.raises(MalformedResult, match=r"results/sweep/a/part\.parquet: hits is missing; .*: replayer sweep$"):
+        build_warehouse(tmp_path)
 
 
 def test_lookahead_summary_keeps_the_totals_with_their_parts(tmp_path):

@@ -20,7 +20,7 @@ import polars as pl
 
 from schemas.columns import Column
 from schemas.files import DataFolder, hold, publish, remove_stale
-from schemas.tables import REPLAY_TABLES, TABLES, Table
+from schemas.tables import REPLAY_TABLES, SWEEP_TABLES, TABLES, Table
 
 STORAGE_VERSION = "v1.0.0"
 ROUTING_QUESTION = "Which experts did each token of each trace select, row by row as recorded?"
@@ -197,7 +197,9 @@ def _load(connection: duckdb.DuckDBPyConnection, data: DataFolder, table: Table)
 
 def _maker(table: str) -> str:
     """The command that writes results of this table."""
-    return "replayer replay" if table in REPLAY_TABLES else "expert-tier run"
+    if table in REPLAY_TABLES:
+        return "replayer replay"
+    return "replayer sweep" if table in SWEEP_TABLES else "expert-tier run"
 
 
 def _is_part_of_a_run(table: Table) -> bool:

@@ -112,8 +112,130 @@ CREATE TABLE domain_overlap (
 
 -- One row per contract: trace, policy, scope, semantics, capacity and what was scored.
 -- Key: trace_id, policy, scope, semantics, access_order, dedup, capacity_experts_total, capacity_bytes,
--- step_begin, step_end, phase, warm_fraction, warm_steps, warm_pass, fit, seed
+-- step_begin, step_end, phase, warm_fraction, warm_steps, warm_pass, fit, seed, pinned_fraction, admission,
+-- quota_fit, folios_per_expert
 CREATE TABLE hit_rate (
+    trace_id                      VARCHAR NOT NULL,
+    policy                        VARCHAR NOT NULL,
+    scope                         VARCHAR NOT NULL,
+    semantics                     VARCHAR NOT NULL,
+    access_order                  VARCHAR NOT NULL,
+    dedup                         VARCHAR NOT NULL,
+    capacity_experts_total        BIGINT,
+    capacity_bytes                BIGINT,
+    step_begin                    BIGINT  NOT NULL,
+    step_end                      BIGINT  NOT NULL,
+    phase                         VARCHAR NOT NULL,
+    warm_fraction                 DOUBLE  NOT NULL,
+    warm_steps                    BIGINT  NOT NULL,
+    warm_pass                     BOOLEAN NOT NULL,
+    fit                           VARCHAR,
+    seed                          BIGINT,
+    pinned_fraction               DOUBLE,
+    admission                     VARCHAR,
+    quota_fit                     VARCHAR,
+    folios_per_expert             BIGINT,
+    scored_steps                  BIGINT  NOT NULL,
+    scored_events                 BIGINT  NOT NULL,
+    scored_accepted_tokens        BIGINT,
+    selections                    BIGINT  NOT NULL,
+    accesses                      BIGINT  NOT NULL,
+    union_ratio                   DOUBLE,
+    hits                          BIGINT  NOT NULL,
+    misses                        BIGINT  NOT NULL,
+    hit_rate                      DOUBLE,
+    hit_rate_low                  DOUBLE,
+    hit_rate_high                 DOUBLE,
+    block_steps                   BIGINT,
+    reference_policy              VARCHAR,
+    over_reference                DOUBLE,
+    over_reference_low            DOUBLE,
+    over_reference_high           DOUBLE,
+    compulsory_misses             BIGINT  NOT NULL,
+    capacity_misses               BIGINT  NOT NULL,
+    demand_bytes                  BIGINT,
+    miss_bytes                    BIGINT,
+    miss_bytes_per_step           DOUBLE,
+    miss_bytes_per_accepted_token DOUBLE,
+    preload_bytes                 BIGINT,
+    pressure_mean                 DOUBLE,
+    pressure_p95                  DOUBLE,
+    events_above_capacity         BIGINT,
+    shuffled_accesses             BIGINT,
+    shuffled_hits                 BIGINT,
+    shuffled_hit_rate             DOUBLE,
+    lag1_chance_numerator         DOUBLE  NOT NULL,
+    lag1_chance_denominator       DOUBLE  NOT NULL,
+    lag1_chance_ratio             DOUBLE,
+    lag1_uniform_denominator      BIGINT  NOT NULL,
+    lag1_uniform_ratio            DOUBLE
+);
+
+-- One row per cell of a sweep: hit_rate, named by the content it was computed from.
+-- Key: cell_hash
+CREATE TABLE sweep (
+    cell_hash                     VARCHAR NOT NULL,
+    trace_id                      VARCHAR NOT NULL,
+    policy                        VARCHAR NOT NULL,
+    scope                         VARCHAR NOT NULL,
+    semantics                     VARCHAR NOT NULL,
+    access_order                  VARCHAR NOT NULL,
+    dedup                         VARCHAR NOT NULL,
+    capacity_experts_total        BIGINT,
+    capacity_bytes                BIGINT,
+    step_begin                    BIGINT  NOT NULL,
+    step_end                      BIGINT  NOT NULL,
+    phase                         VARCHAR NOT NULL,
+    warm_fraction                 DOUBLE  NOT NULL,
+    warm_steps                    BIGINT  NOT NULL,
+    warm_pass                     BOOLEAN NOT NULL,
+    fit                           VARCHAR,
+    seed                          BIGINT,
+    pinned_fraction               DOUBLE,
+    admission                     VARCHAR,
+    quota_fit                     VARCHAR,
+    folios_per_expert             BIGINT,
+    scored_steps                  BIGINT  NOT NULL,
+    scored_events                 BIGINT  NOT NULL,
+    scored_accepted_tokens        BIGINT,
+    selections                    BIGINT  NOT NULL,
+    accesses                      BIGINT  NOT NULL,
+    union_ratio                   DOUBLE,
+    hits                          BIGINT  NOT NULL,
+    misses                        BIGINT  NOT NULL,
+    hit_rate                      DOUBLE,
+    hit_rate_low                  DOUBLE,
+    hit_rate_high                 DOUBLE,
+    block_steps                   BIGINT,
+    reference_policy              VARCHAR,
+    over_reference                DOUBLE,
+    over_reference_low            DOUBLE,
+    over_reference_high           DOUBLE,
+    compulsory_misses             BIGINT  NOT NULL,
+    capacity_misses               BIGINT  NOT NULL,
+    demand_bytes                  BIGINT,
+    miss_bytes                    BIGINT,
+    miss_bytes_per_step           DOUBLE,
+    miss_bytes_per_accepted_token DOUBLE,
+    preload_bytes                 BIGINT,
+    pressure_mean                 DOUBLE,
+    pressure_p95                  DOUBLE,
+    events_above_capacity         BIGINT,
+    shuffled_accesses             BIGINT,
+    shuffled_hits                 BIGINT,
+    shuffled_hit_rate             DOUBLE,
+    lag1_chance_numerator         DOUBLE  NOT NULL,
+    lag1_chance_denominator       DOUBLE  NOT NULL,
+    lag1_chance_ratio             DOUBLE,
+    lag1_uniform_denominator      BIGINT  NOT NULL,
+    lag1_uniform_ratio            DOUBLE
+);
+
+-- One row per contract of hit_rate and layer.
+-- Key: trace_id, policy, scope, semantics, access_order, dedup, capacity_experts_total, capacity_bytes,
+-- step_begin, step_end, phase, warm_fraction, warm_steps, warm_pass, fit, seed, pinned_fraction, admission,
+-- quota_fit, folios_per_expert, layer_id
+CREATE TABLE hit_rate_layer (
     trace_id               VARCHAR NOT NULL,
     policy                 VARCHAR NOT NULL,
     scope                  VARCHAR NOT NULL,
@@ -130,22 +252,24 @@ CREATE TABLE hit_rate (
     warm_pass              BOOLEAN NOT NULL,
     fit                    VARCHAR,
     seed                   BIGINT,
-    scored_steps           BIGINT  NOT NULL,
-    selections             BIGINT  NOT NULL,
+    pinned_fraction        DOUBLE,
+    admission              VARCHAR,
+    quota_fit              VARCHAR,
+    folios_per_expert      BIGINT,
+    layer_id               BIGINT  NOT NULL,
     accesses               BIGINT  NOT NULL,
-    union_ratio            DOUBLE,
     hits                   BIGINT  NOT NULL,
     misses                 BIGINT  NOT NULL,
     hit_rate               DOUBLE,
     compulsory_misses      BIGINT  NOT NULL,
-    demand_bytes           BIGINT,
-    miss_bytes             BIGINT,
-    preload_bytes          BIGINT
+    capacity_misses        BIGINT  NOT NULL,
+    miss_bytes             BIGINT
 );
 
 -- One row per point of a curve: the contract of hit_rate at many capacities.
 -- Key: trace_id, policy, scope, semantics, access_order, dedup, capacity_experts_total, capacity_bytes,
--- step_begin, step_end, phase, warm_fraction, warm_steps, warm_pass, fit, seed
+-- step_begin, step_end, phase, warm_fraction, warm_steps, warm_pass, fit, seed, pinned_fraction, admission,
+-- quota_fit, folios_per_expert
 CREATE TABLE miss_ratio_curve (
     trace_id               VARCHAR NOT NULL,
     policy                 VARCHAR NOT NULL,
@@ -163,11 +287,57 @@ CREATE TABLE miss_ratio_curve (
     warm_pass              BOOLEAN NOT NULL,
     fit                    VARCHAR,
     seed                   BIGINT,
+    pinned_fraction        DOUBLE,
+    admission              VARCHAR,
+    quota_fit              VARCHAR,
+    folios_per_expert      BIGINT,
     accesses               BIGINT  NOT NULL,
     misses                 BIGINT  NOT NULL,
     miss_ratio             DOUBLE,
+    compulsory_misses      BIGINT  NOT NULL,
+    capacity_misses        BIGINT  NOT NULL,
     demand_bytes           BIGINT,
     miss_bytes             BIGINT
+);
+
+-- One row per trace and item of the reporting block, answered from hit_rate in scope layer.
+-- Key: trace_id, item
+CREATE TABLE reporting_block (
+    trace_id VARCHAR NOT NULL,
+    item     VARCHAR NOT NULL,
+    topic    VARCHAR NOT NULL,
+    question VARCHAR NOT NULL,
+    answer   VARCHAR NOT NULL,
+    known    BOOLEAN NOT NULL
+);
+
+-- One row per policy, semantics, order and tiny capacity of a synthetic trace: LRU against a table.
+-- Key: trace_id, capacity_experts_total, semantics, access_order, policy, dedup, fit, seed, step_begin,
+-- step_end, phase, warm_fraction, warm_steps
+CREATE TABLE inversion (
+    trace_id               VARCHAR NOT NULL,
+    capacity_experts_total BIGINT  NOT NULL,
+    semantics              VARCHAR NOT NULL,
+    access_order           VARCHAR NOT NULL,
+    policy                 VARCHAR NOT NULL,
+    dedup                  VARCHAR NOT NULL,
+    fit                    VARCHAR,
+    seed                   BIGINT,
+    step_begin             BIGINT  NOT NULL,
+    step_end               BIGINT  NOT NULL,
+    phase                  VARCHAR NOT NULL,
+    warm_fraction          DOUBLE  NOT NULL,
+    warm_steps             BIGINT  NOT NULL,
+    capture_method         VARCHAR,
+    num_experts            BIGINT  NOT NULL,
+    moe_layers             BIGINT  NOT NULL,
+    top_k_observed         BIGINT  NOT NULL,
+    scored_steps           BIGINT  NOT NULL,
+    selections             BIGINT  NOT NULL,
+    accesses               BIGINT  NOT NULL,
+    hits                   BIGINT  NOT NULL,
+    misses                 BIGINT  NOT NULL,
+    hit_rate               DOUBLE
 );
 
 -- One row per trace, predictor, distance, width and target layer, and one for all layers together.

@@ -22,7 +22,8 @@ import polars as pl
 from pipeline.ingest import ingest
 from schemas.files import DataFolder
 from schemas.trace import UserMetadata
-from tests.bench import loop, pool, replay
+from tests.bench import loop, page_cache_model, policies, pool, replay, stream
+from tests.bench.processes import peak_of
 
 REPETITIONS = 5
 SAMPLES = 11
@@ -130,24 +131,6 @@ def bench_jsonl(folder: Path) -> None:
     report_ratio("ingest JSONL ÷ polars scan", size, ours, theirs)
 
 
-def peak_of(command: list[str]) -> tuple[float, int]:
-    """(seconds, peak resident bytes) of one child.
-
-    The peak is read from /proc while it runs: rusage of a child starts at its parent's size.
-    """
-    started = time.perf_counter()
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    peak = 0
-    while child.poll() is None:
-        for line in Path(f"/proc/{child.pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                peak = max(peak, int(line.split()[1]) * 1024)
-        time.sleep(0.1)
-    if child.returncode:
-        raise SystemExit(f"{' '.join(command)} exited {child.returncode}")
-    return time.perf_counter() - started, peak
-
-
 def bench_memory(folder: Path) -> None:
     """Peak memory of ingesting generated 5 GB dumps: at most 1 GiB, in every layout."""
     ids = sticky_routes(2000)
@@ -214,22 +197,32 @@ def report(what: str, found: str, wanted: str, reached: bool) -> None:
 
 
 BENCHES = {"npz": bench_npz, "csv": bench_csv, "jsonl": bench_jsonl, "start": bench_start, "memory": bench_memory}
-SAMPLED_BENCHES = {"pool": pool.main, "loop": loop.main, "cpu": loop.cpu, "replay": replay.main}
+SAMPLED_BENCHES = {
+    "pool": pool.main,
+    "loop": loop.main,
+    "cpu": loop.cpu,
+    "replay": replay.main,
+    "policies": policies.main,
+    "model": page_cache_model.main,
+}
+ON_REQUEST = {"scale": policies.scale, "stream": stream.main}
+"""Minutes each, so only by name."""
 """Those that take a number of samples, and make and remove their own folder."""
 
 
 def main() -> None:
     """Runs the named benches, all by default."""
     parser = argparse.ArgumentParser(description="Benchmarks: ratios within one run, on generated data.")
-    parser.add_argument("names", nargs="*", choices=[*BENCHES, *SAMPLED_BENCHES, []], help="which (default: all)")
+    parser.add_argument("names", nargs="*", choices=[*BENCHES, *SAMPLED_BENCHES, *ON_REQUEST, []], help="which")
     parser.add_argument(
         "--samples", type=int, default=SAMPLES, help=f"pairs a median, for {', '.join(SAMPLED_BENCHES)} (%(default)s)"
     )
     arguments = parser.parse_args()
     print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}")
     for name in arguments.names or [*BENCHES, *SAMPLED_BENCHES]:
-        if name in SAMPLED_BENCHES:
-            SAMPLED_BENCHES[name](arguments.samples)
+        sampled = {**SAMPLED_BENCHES, **ON_REQUEST}
+        if name in sampled:
+            sampled[name](arguments.samples)
             continue
         with tempfile.TemporaryDirectory(prefix="expert-tier-bench-") as folder:
             BENCHES[name](Path(folder))
