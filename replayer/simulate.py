@@ -268,8 +268,9 @@ def _survey_of(
         sizes.append(len(piece.objects))
         events.append(piece.num_events)
     accepted = None
-    if isinstance(trace, Trace) and trace.step_accepted is not None:
-        places = np.searchsorted(np.unique(trace.event_step), steps)
+    if trace.step_accepted is not None:
+        known = trace.steps if isinstance(trace, TraceFile) else np.unique(trace.event_step)
+        places = np.searchsorted(known, steps)
         accepted = trace.step_accepted[places].astype(np.int64)
     accesses, selections, scored_events = by_phase
     return Survey(
@@ -571,6 +572,8 @@ def decide_cells(
             f"experts of {int(sizes.max()):,} bytes accessed {accesses:,} times are over 2^62 bytes; "
             "is the size of one expert right?"
         )
+    if chosen.quota_fit is not None and scope == "layer" and any(cell.capacity.bytes is not None for cell in cells):
+        raise UnusableRequest("fitted quotas split capacities in experts; say --capacity-experts")
     is_fitted = any(cell.policy in policies.FITTED for cell in cells)
     counts = fitted_counts(replay, chosen.fit) if is_fitted else None
     admits = None if chosen.admit is None else admission_table(replay, scope, chosen.admit)

@@ -10,7 +10,7 @@ Letters: N events, R rows, K experts per row, A accesses. An *object* is a (laye
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numba
@@ -68,13 +68,15 @@ class Trace:
 class TraceFile:
     """A canonical trace that stays on disk: its parts are its row groups, each of whole steps.
 
-    steps: (S,) the step_ids that count as steps of a replay, ascending; phases: codes that occur.
+    steps: (S,) the step_ids that count as steps of a replay, ascending; step_accepted: (S, phases) tokens accepted in
+    each of them; phases: codes that occur; part_first_event: event_id that each part begins with.
     """
 
     path: Path
     metadata: TraceMetadata
     layer_first_object: IntArray
     steps: IntArray
+    step_accepted: npt.NDArray[np.int32]
     phases: frozenset[int]
     part_first_event: tuple[int, ...]
 
@@ -90,7 +92,7 @@ class TraceFile:
         """One row group as a trace."""
         try:
             with pq.ParquetFile(self.path) as file:
-                table = file.read_row_group(number, _COLUMNS)
+                table = file.read_row_group(number, _EVENT_COLUMNS)
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(self.path, error) from None
         return _part_of(self.path, table, self.metadata, self.part_first_event[number])[0]
@@ -147,7 +149,8 @@ def read_trace(path: Path) -> Trace:
             table = file.read(_COLUMNS, use_threads=True)
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from None
-    trace, accesses = _part_of(path, table.combine_chunks(), metadata, 0)
+    table = table.combine_chunks()
+    trace, accesses = _part_of(path, table, metadata, 0)
     _check_counts(
         path,
         metadata,
@@ -156,13 +159,13 @@ def read_trace(path: Path) -> Trace:
         steps=len(np.unique(trace.event_step)),
         accesses=accesses,
     )
-    return trace
+    return replace(trace, step_accepted=_by_step(_accepted_tokens(path, table), np.unique(trace.event_step)))
 
 
 def open_trace(path: Path) -> TraceFile:
     """Checks a whole canonical trace part by part and keeps it on disk, for traces larger than memory.
 
-    Memory: that of one row group, and 8 bytes per step.
+    Memory: that of one row group, and some 60 bytes per step and request in it.
 
     Raises:
         MalformedTrace: the file is no canonical trace, or its rows contradict its metadata.
@@ -171,12 +174,14 @@ def open_trace(path: Path) -> TraceFile:
     metadata = read_metadata(path)
     rows = events = steps = accesses = 0
     last_step = -1
-    starts, counted, phases = [], [], set()
+    starts, counted, accepted, phases = [], [], [], set()
     try:
         with pq.ParquetFile(path) as file:
             _check_columns(path, file.schema_arrow, arrow_schema(metadata.top_k_observed))
             for group in range(file.num_row_groups):
-                part, unions = _part_of(path, file.read_row_group(group, _COLUMNS), metadata, events)
+                table = file.read_row_group(group, _COLUMNS)
+                part, unions = _part_of(path, table, metadata, events)
+                accepted.append(_accepted_tokens(path, table))
                 if len(part.event_step) and part.event_step[0] <= last_step:
                     raise MalformedTrace(
                         f"{path}: step {part.event_step[0]} is cut by a row group; ingest the dump again"
@@ -192,11 +197,16 @@ def open_trace(path: Path) -> TraceFile:
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from None
     _check_counts(path, metadata, rows=rows, events=events, steps=steps, accesses=accesses)
+    all_steps = np.concatenate(counted) if counted else np.empty(0, dtype=np.int64)
+    tokens = np.zeros((0, len(PHASE_CODES)), dtype=np.int32)
+    if accepted:
+        tokens = _by_step(pl.concat(accepted), all_steps)
     return TraceFile(
         path,
         metadata,
         _first_objects(metadata),
-        np.concatenate(counted) if counted else np.empty(0, dtype=np.int64),
+        all_steps,
+        tokens,
         frozenset(phases),
         tuple(starts),
     )
@@ -218,7 +228,8 @@ def open_or_read(path: Path) -> Trace | TraceFile:
     )
 
 
-_COLUMNS = ["event_id", "step_id", "request_id", "phase", "pass_kind", "layer_id", "expert_ids"]
+_EVENT_COLUMNS = ["event_id", "step_id", "phase", "layer_id", "expert_ids"]
+_COLUMNS = [*_EVENT_COLUMNS, "request_id", "pass_kind"]
 
 
 def _check_counts(path: Path, metadata: TraceMetadata, **found: int) -> None:
@@ -297,12 +308,6 @@ def _part_of(path: Path, table: pa.Table, metadata: TraceMetadata, first_event: 
         expert_ids=np.ascontiguousarray(expert_ids, dtype=np.uint16),
         layer_first_object=first_object,
         first_event=first_event,
-        step_accepted=_accepted_tokens(
-            _numpy(table, "step_id"),
-            _numpy(table, "request_id"),
-            row_phase,
-            _codes(path, table, "pass_kind", PASS_KIND_CODES),
-        ),
     )
     # The kernels index by these ids without bounds checks, so they are checked once, here.
     worst, accesses = check_rows(trace.expert_ids, trace.event_first_row, trace.event_layer, first_object)
@@ -321,33 +326,34 @@ def _part_of(path: Path, table: pa.Table, metadata: TraceMetadata, first_event: 
     return trace, accesses
 
 
-def _accepted_tokens(
-    step: npt.NDArray[np.generic],
-    request: npt.NDArray[np.generic],
-    phase: npt.NDArray[np.int8],
-    pass_kind: npt.NDArray[np.int8],
-) -> npt.NDArray[np.int32]:
-    """(S, phases) tokens accepted in each distinct step: 2 of a speculative request that was accepted, else 1.
+def _accepted_tokens(path: Path, table: pa.Table) -> pl.DataFrame:
+    """Columns step, request, phase, tokens: 2 of a speculative request of a step that was accepted, else 1.
 
-    A prefill accepts one token, in the last step (of these rows) that it takes.
+    Of a prefill there is a row for each step it takes; the token is accepted in the last one (`_by_step`).
     """
-    rows = pl.DataFrame(
-        {"step": step, "request": request, "phase": phase, "is_accept": pass_kind == PASS_KIND_CODES["spec_accept"]}
+    step, request = _numpy(table, "step_id"), _numpy(table, "request_id")
+    phase = _codes(path, table, "phase", PHASE_CODES)
+    pass_kind = _codes(path, table, "pass_kind", PASS_KIND_CODES)
+    accepts = pl.col("pass_kind") == PASS_KIND_CODES["spec_accept"]
+    rows = pl.LazyFrame({"step": step, "request": request, "phase": phase, "pass_kind": pass_kind})
+    counted = [PHASE_CODES[name] for name in ("decode", "unknown", "prefill")]
+    is_prefill = pl.col("phase") == PHASE_CODES["prefill"]
+    return (
+        rows.filter(pl.col("phase").is_in(counted))
+        .group_by("step", "request", "phase")
+        .agg(tokens=1 + accepts.any().cast(pl.Int32))
+        .with_columns(tokens=pl.when(is_prefill).then(1).otherwise(pl.col("tokens")))
+        .collect()
     )
-    steps = np.unique(step)
-    decoded = rows.lazy().filter(pl.col("phase").is_in([PHASE_CODES["decode"], PHASE_CODES["unknown"]]))
-    prefilled = rows.lazy().filter(pl.col("phase") == PHASE_CODES["prefill"])
-    accepted = pl.concat(
-        [
-            decoded.group_by("step", "request", "phase").agg(tokens=1 + pl.col("is_accept").any().cast(pl.Int32)),
-            prefilled.group_by("request", "phase")
-            .agg(pl.col("step").max(), tokens=pl.lit(1, pl.Int32))
-            .select("step", "request", "phase", "tokens"),
-        ]
-    ).collect()
+
+
+def _by_step(accepted: pl.DataFrame, steps: npt.NDArray[np.generic]) -> npt.NDArray[np.int32]:
+    """(S, phases) tokens of each of the `steps`, ascending, from what `_accepted_tokens` gave for all of them."""
+    is_last = pl.col("step") == pl.col("step").max().over("request", "phase")
+    kept = accepted.filter(is_last | (pl.col("phase") != PHASE_CODES["prefill"]))
     result = np.zeros((len(steps), len(PHASE_CODES)), dtype=np.int32)
-    place = np.searchsorted(steps, accepted["step"].to_numpy())
-    np.add.at(result, (place, accepted["phase"].to_numpy()), accepted["tokens"].to_numpy())
+    place = np.searchsorted(steps, kept["step"].to_numpy())
+    np.add.at(result, (place, kept["phase"].to_numpy()), kept["tokens"].to_numpy())
     return result
 
 

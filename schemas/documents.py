@@ -31,13 +31,47 @@ class Inspection(_Document):
     metadata: TraceMetadata
 
 
+class LayerCounts(_Document):
+    """An element of `by_layer`."""
+
+    layer_id: int
+    accesses: int
+    hits: int
+    misses: int
+    hit_rate: float | None
+    compulsory_misses: int
+    capacity_misses: int
+    miss_bytes: int | None
+
+
+class PhaseCounts(_Document):
+    """An element of `by_phase`."""
+
+    phase: Literal["prefill", "decode", "unknown"]
+    accesses: int
+    hits: int
+    misses: int
+    hit_rate: float | None
+    compulsory_misses: int
+    capacity_misses: int
+    miss_bytes: int | None
+
+
+class StepCounts(_Document):
+    """An element of `by_step`: a scored step, numbered over the selection."""
+
+    step: int
+    accesses: int
+    hits: int
+
+
 class SimulatedResult(_Document):
-    """One element of `results`: a row of the table hit_rate."""
+    """One element of `results`: a row of the table hit_rate, and what `--by` asks for."""
 
     trace_id: str
     policy: str
     scope: Literal["layer", "global"]
-    semantics: Literal["event_atomic", "sequential"]
+    semantics: Literal["event_atomic", "sequential", "token_clock"]
     access_order: Literal["router", "ascending", "descending", "random"]
     dedup: Literal["union", "none"]
     capacity_experts_total: int | None
@@ -50,17 +84,96 @@ class SimulatedResult(_Document):
     warm_pass: bool
     fit: str | None
     seed: int | None
+    pinned_fraction: float | None
+    admission: str | None
+    quota_fit: str | None
+    folios_per_expert: int | None
     scored_steps: int
+    scored_events: int
+    scored_accepted_tokens: int | None
     selections: int
     accesses: int
     union_ratio: float | None
     hits: int
     misses: int
     hit_rate: float | None
+    hit_rate_low: float | None
+    hit_rate_high: float | None
+    block_steps: int | None
+    reference_policy: str | None
+    over_reference: float | None
+    over_reference_low: float | None
+    over_reference_high: float | None
     compulsory_misses: int
+    capacity_misses: int
     demand_bytes: int | None
     miss_bytes: int | None
+    miss_bytes_per_step: float | None
+    miss_bytes_per_accepted_token: float | None
     preload_bytes: int | None
+    pressure_mean: float | None
+    pressure_p95: float | None
+    events_above_capacity: int | None
+    shuffled_accesses: int | None
+    shuffled_hits: int | None
+    shuffled_hit_rate: float | None
+    lag1_chance_numerator: float
+    lag1_chance_denominator: float
+    lag1_chance_ratio: float | None
+    lag1_uniform_denominator: int
+    lag1_uniform_ratio: float | None
+    by_layer: list[LayerCounts] | None = None
+    by_phase: list[PhaseCounts] | None = None
+    by_step: list[StepCounts] | None = None
+
+
+class _Point(_Document):
+    policy: str
+    scope: Literal["layer", "global"]
+    semantics: Literal["event_atomic", "sequential", "token_clock"]
+    capacity_experts_total: int | None
+    capacity_bytes: int | None
+
+
+class BatchResult(_Point):
+    """What merging does to one policy at one capacity."""
+
+    stream_misses: list[int]
+    merged_misses: int
+    per_token_miss_ratio: float | None
+
+
+class Batch(_Document):
+    """`--merge`: accesses of the streams alone beside those of the batch."""
+
+    streams: list[str]
+    stream_accesses: list[int]
+    merged_accesses: int
+    dedup_factor: float | None
+    results: list[BatchResult]
+
+
+class RecoveryResult(_Point):
+    """`--switch`: how long one policy at one capacity suffers, and what that costs."""
+
+    switch_step: int
+    recovery_steps: int | None
+    window_steps: int
+    margin: float
+    steady_hits: int
+    steady_accesses: int
+    extra_misses: int | None
+    compared_accesses: int | None
+
+
+class ReportingItem(_Document):
+    """An item of the reporting block of arXiv 2608.07911."""
+
+    item: str
+    topic: str
+    question: str
+    answer: str
+    known: bool
 
 
 class Simulation(_Document):
@@ -68,6 +181,47 @@ class Simulation(_Document):
 
     trace_id: str
     results: list[SimulatedResult]
+    cycle_floor_experts: int | None = None
+    batch: Batch | None = None
+    recovery: list[RecoveryResult] | None = None
+    reporting_block: list[ReportingItem] | None = None
+
+
+class WholeCurve(_Document):
+    """Hits of one policy at every capacity."""
+
+    policy: Literal["lru", "static"]
+    semantics: Literal["event_atomic", "sequential"] | None
+    fit: str | None
+    compulsory_misses: list[int]
+    capacity_experts_total: list[int]
+    hits: list[int]
+
+
+class Curves(_Document):
+    """`replayer curve --json`."""
+
+    trace_id: str
+    scope: Literal["layer", "global"]
+    phase: Literal["prefill", "decode", "unknown", "all"]
+    step_begin: int
+    step_end: int
+    warm_steps: int
+    warm_pass: bool
+    access_order: Literal["router", "ascending", "descending", "random"]
+    dedup: Literal["union", "none"]
+    accesses: int
+    cycle_floor_experts: int | None
+    curves: list[WholeCurve]
+
+
+class SweepSummary(_Document):
+    """`replayer sweep --json`."""
+
+    cells: int
+    skipped: int
+    simulated: int
+    folder: str
 
 
 class ReplayedRun(_Document):

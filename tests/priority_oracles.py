@@ -55,17 +55,17 @@ def by_count_or_recency(policy, events, *, atomic, size, capacity, admits):
 
 def belady_sequential(events, *, size, capacity, admits, forced):
     """Evicts the farthest next access; with bypass, only for what is accessed sooner than every victim."""
-    accesses = [thing for event in events for thing in event]
+    accesses = [[thing] for event in events for thing in event]
     resident, found = set(), []
-    for now, thing in enumerate(accesses):
+    for now, (thing,) in enumerate(accesses):
         found.append(thing in resident)
         if thing in resident or thing not in admits or size[thing] > capacity:
             continue
-        nearness = {other: (next_use([[x] for x in accesses], now, other), other) for other in {*resident, thing}}
-        farthest, victims = sorted(resident, key=nearness.get, reverse=True), []
+        victims = []
         while total(resident, size) - total(victims, size) + size[thing] > capacity:
-            victims.append(farthest.pop(0))
-        if forced or all(nearness[thing][0] < nearness[victim][0] for victim in victims):
+            victims.append(max(resident - set(victims), key=lambda other: (next_use(accesses, now, other), other)))
+        its_next_use = next_use(accesses, now, thing)
+        if forced or all(its_next_use < next_use(accesses, now, victim) for victim in victims):
             resident = (resident - set(victims)) | {thing}
     return found
 

@@ -110,7 +110,7 @@ def oracle_decisions(policy: str, events: list[tuple[int, list[int]]], caches: C
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(workload=workloads(), time_type=st.sampled_from(TIME_TYPES))
 def test_kernel_decides_every_access_as_the_oracle_does_however_the_walk_is_cut(policy, workload, time_type):
     caches, events, _ = workload

@@ -603,16 +603,19 @@ def requests(draw: st.DrawFn) -> tuple[Trace, dict, Capacity, str]:
 def test_a_trace_on_disk_gives_what_it_gives_in_memory(tmp_path, asked, steps_per_part, warm_percent):
     trace, said, capacity, scope = asked
     said = {**said, "window": replace(said["window"], warm_fraction=Fraction(warm_percent, 100))}
-    opened = open_trace(write_parts(trace, tmp_path / "tiny.parquet", steps_per_part))
+    path = write_parts(trace, tmp_path / "tiny.parquet", steps_per_part)
+    opened, whole = open_trace(path), read_trace(path)
     assert (default_phase(opened), default_order(opened)) == (default_phase(trace), default_order(trace))
-    assert decided(prepare(opened, **said), capacity, scope) == decided(prepare(trace, **said), capacity, scope)
+    assert decided(prepare(opened, **said), capacity, scope) == decided(prepare(whole, **said), capacity, scope)
 
 
-def test_accepted_tokens_are_known_of_a_trace_in_memory_alone(tmp_path):
-    path = write_parts(single_layer(0, 1, 0, expert_bytes=10), tmp_path / "tiny.parquet", 2)
-    assert one_row(read_trace(path))["scored_accepted_tokens"] == 3
-    streamed = one_row(open_trace(path))
-    assert (streamed["scored_accepted_tokens"], streamed["miss_bytes_per_accepted_token"]) == (None, None)
+def test_a_prefill_over_several_parts_accepts_its_token_in_the_last(tmp_path):
+    trace = single_layer(0, 1, 0, 2, phases=["prefill", "prefill", "prefill", "decode"], expert_bytes=10)
+    path = write_parts(trace, tmp_path / "tiny.parquet", 1)
+    for phase, accepted in (("prefill", 1), ("decode", 1), ("all", 2)):
+        for one in (open_trace(path), read_trace(path)):
+            assert one_row(one, window=Window(phase=phase))["scored_accepted_tokens"] == accepted
+    assert open_trace(path).step_accepted.sum(axis=1).tolist() == [0, 0, 1, 1]
 
 
 @settings(max_examples=30, deadline=None)
