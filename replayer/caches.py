@@ -29,17 +29,32 @@ class Events(NamedTuple):
     next_time: npt.NDArray[np.unsignedinteger[Any]] | None = None
 
 
-class Caches(NamedTuple):
-    """One cache per layer, or a single one over all.
-
-    sizes: (O,) int64 in the unit of the capacities, null where every object has size 1; capacities: (C,) int64;
-    first_object: (C + 1,) int64, the objects of each cache; admits: (O,) bool, what may enter, null for everything.
-    """
-
+class _Caches(NamedTuple):
     sizes: npt.NDArray[np.int64] | None
     capacities: npt.NDArray[np.int64]
     first_object: npt.NDArray[np.int64]
-    admits: npt.NDArray[np.bool_] | None = None
+    admits: npt.NDArray[np.bool_]
+
+
+class Caches(_Caches):
+    """One cache per layer, or a single one over all.
+
+    sizes: (O,) int64 in the unit of the capacities, null where every object has size 1; capacities: (C,) int64;
+    first_object: (C + 1,) int64, the objects of each cache; admits: (O,) bool, what may enter; null says everything.
+    Kernels are compiled for both kinds of sizes, so there is always a mask: it is asked on misses alone.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        sizes: npt.NDArray[np.int64] | None,
+        capacities: npt.NDArray[np.int64],
+        first_object: npt.NDArray[np.int64],
+        admits: npt.NDArray[np.bool_] | None = None,
+    ) -> "Caches":
+        everything = np.ones(int(first_object[-1]), dtype=np.bool_)
+        return super().__new__(cls, sizes, capacities, first_object, everything if admits is None else admits)
 
     @property
     def num_objects(self) -> int:

@@ -575,8 +575,8 @@ def lfru(state, events, caches, atomic, was_hit):  # type: ignore[no-untyped-def
     """The victim has the lowest frequency ÷ age; ties leave the least recent first, then the lowest (layer, expert).
 
     Frequencies count from the start and survive eviction; age = events that the cache has served since the last use,
-    plus one, in sequential semantics too. Zhang 2026, "Reproducible Evaluation of MoE Expert Caching" (arXiv
-    2608.07911), which draws ties by lot.
+    plus one, in sequential semantics too. After Zhang 2026, "Reproducible Evaluation of MoE Expert Caching" (arXiv
+    2608.07911), which counts age in events of all layers (sequentially, in accesses) and draws ties by lot.
     """
     _serve_tournament(state, events, caches, caches.sizes, caches.admits, atomic, was_hit)
 

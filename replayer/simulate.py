@@ -581,7 +581,11 @@ def decide_cells(
     if chosen.quota_fit is not None and scope == "layer":
         layer_hits = {one: _fitted_curves(replay, chosen.quota_fit, one) for one in {cell.semantics for cell in cells}}
     jobs = [_Job(replay, cell, scope, sizes, counts, admits, chosen, layer_hits.get(cell.semantics)) for cell in cells]
-    _decide(replay, jobs, scope)
+    try:
+        _decide(replay, jobs, scope)
+    except OverflowError as error:
+        # Counters of a kernel are full, at 10^8 uses of one expert or more; it stops before it would be wrong.
+        raise UnusableRequest(f"trace {replay.trace.metadata.trace_id} is too long: {error}") from None
     base = {**contract_columns(replay, scope, chosen), **_demand(replay, sizes)}
     return [job.outcome(base) for job in jobs]
 
