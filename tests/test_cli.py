@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 TRACES = ROOT.parent / "shared" / "traces"
 
 
-pytestmark = pytest.mark.usefixtures("own_dagster_home")
+pytestmark = pytest.mark.usefixtures("own_dagster_home", "small_reconstruction")
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ GRAPH = {
 }  # fmt: skip
 
 
-pytestmark = pytest.mark.usefixtures("own_dagster_home")
+pytestmark = pytest.mark.usefixtures("own_dagster_home", "small_reconstruction")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from replayer.policies import KERNELS
 
 libcachesim = pytest.importorskip(
     "libcachesim",
-    reason="libcachesim is not installed; on x86-64: pip install -e '.[test-x86]'",
+    reason="libcachesim is not installed; on x86-64: pip install -e '.[crosscheck]'",
     exc_type=ImportError,
 )
 
