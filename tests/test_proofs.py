@@ -23,6 +23,7 @@ from replayer.capacity import Group, find_memory_controller, memory_group
 from replayer.counters import drop
 from replayer.pool import Pool, read_pool
 from replayer.proofs import Proof, prove, verdicts
+from replayer.simulate import MemoryWalk
 from replayer.trace import Trace
 from tests.builders import make_trace
 from tests.private_disk import on_private_disk
@@ -111,7 +112,9 @@ def test_dropped_event_breaks_conservation(trace: Trace, pool: Pool, monkeypatch
         walk = resolved.walk
         last = int(walk.first_access[-2])
         less = {name: getattr(walk, name)[:-1] for name in ("first_access", "layer", "step", "phase", "selections")}
-        return dataclasses.replace(resolved, walk=dataclasses.replace(walk, objects=walk.objects[:last], **less))
+        return dataclasses.replace(
+            resolved, pieces=MemoryWalk(dataclasses.replace(walk, objects=walk.objects[:last], **less))
+        )
 
     monkeypatch.setattr(supervisor, "prepare", shortened)
     run = replayed(trace, pool, warm_pass=False)
