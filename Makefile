@@ -22,6 +22,7 @@ test: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/dagster definitions validate
 	@$(BIN)/pytest -rs $(PURE_TESTS) >.pure-tests.log 2>&1 & pure=$$!; \
+	  trap "kill $$pure 2>/dev/null; exit 130" INT TERM; \
 	  $(BIN)/pytest -rs $(PURE_TESTS:%=--ignore=%); machine=$$?; wait $$pure; pure=$$?; \
 	  cat .pure-tests.log; exit $$((machine | pure))
 
@@ -45,5 +46,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .pure-tests.log build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
