@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PORT ?= 3000
 # Tests that replay nothing natively and time nothing: they run beside the others, which need the machine's one lock.
-PURE_TESTS := $(patsubst %,tests/test_%.py,bad_dumps canonical curves disclosure dumps hit_curves hostile intervals \
-  inversion libcachesim locality lookahead policies priorities published_values queues report sample simulate \
+PURE_TESTS := $(patsubst %,tests/test_%.py,bad_dumps canonical checkpoints curves disclosure dumps hit_curves hostile \
+  intervals inversion libcachesim locality lookahead policies priorities published_values queues report sample simulate \
   simulate_cli streams sweep trace warehouse)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter
 
+from pipeline.experiment_report import experiments
 from pipeline.inversion import COMMAND as INVERSION_COMMAND
 from pipeline.inversion import inversion_block
 from pipeline.page import (
@@ -56,7 +57,7 @@ from pipeline.replay_report import native_runs
 from replayer.disclosure import belady_gap, best_causal, is_causal
 from schemas.columns import COLUMNS
 from schemas.files import DataFolder, publish, remove_stale
-from schemas.tables import CONTRACT, REPLAY_TABLES, SWEEP_TABLES, TABLES
+from schemas.tables import CONTRACT, EXPERIMENT_TABLES, REPLAY_TABLES, SWEEP_TABLES, TABLES
 from warehouse.build import read_tables
 
 TEMPLATE = "report.html.j2"
@@ -145,7 +146,9 @@ OTHER_STYLES: tuple[LineStyle, ...] = (
     ("blue", "--", "D"),
 )
 WIDTH_STYLES: tuple[LineStyle, ...] = (("blue", "-", "o"), ("vermillion", "-", "s"), ("green", "-", "D"))
-_OF_TRACES = tuple(name for name in TABLES if name not in (*REPLAY_TABLES, *SWEEP_TABLES, "inversion"))
+_OF_TRACES = tuple(
+    name for name in TABLES if name not in (*REPLAY_TABLES, *EXPERIMENT_TABLES, *SWEEP_TABLES, "inversion")
+)
 _FUTURE = "Knowing the future"
 _WHOLE_CURVE = 20
 """A line of more points than this is drawn without its markers."""
@@ -192,6 +195,7 @@ def render_report(tables: dict[str, pl.DataFrame]) -> str:
         inversion=inversion_block(tables["inversion"]) if tables["inversion"].height else None,
         inversion_command=f"{INVERSION_COMMAND} && expert-tier run",
         native=native_runs(tables, plots),
+        experiments=experiments(tables),
         colours=COLOURS,
     )
 

@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 from replayer import counters
 from replayer.caches import Caches, Events
-from replayer.owners import ReadPlan, reads_directly
+from replayer.holdings import Choice, Holding
+from replayer.loop import DIRECT, HELD
+from replayer.owners import ReadPlan, holds_memory, reads_directly
 from replayer.pool import Pool
 from replayer.recency import lru, lru_state
 from replayer.trace import Trace, Walk, steps_without_warmup
@@ -26,10 +28,11 @@ DEVICE_BYTES_COUNTER = "read_bytes of /proc/self/task/*/io, demand threads"
 
 _MEASURED = (
     "reads", "returned_bytes", "observed_accesses", "native_hits", "native_partial_hits", "native_misses",
-    "native_hit_rate", "missing_bytes", "device_bytes", "device_bytes_counter", "own_fault_bytes", "overshoot_bytes",
-    "raced_pages", "neighbor_bytes", "amplification_nominal", "resident_miss_bytes", "amplification_resident",
-    "interval_ns", "wall_ns", "check_ns", "step_median_ns", "stall_ns", "stall_median_ns", "stall_p99_ns", "observe_ns",
-    "verify_ns", "cpu_ns", "consumed_digest", "checked_bytes", "resident_median_bytes", "resident_max_bytes",
+    "native_hit_rate", "arena_hits", "missing_bytes", "direct_bytes", "device_bytes", "device_bytes_counter",
+    "own_fault_bytes", "overshoot_bytes", "raced_pages", "neighbor_bytes", "amplification_nominal",
+    "resident_miss_bytes", "amplification_resident", "interval_ns", "wall_ns", "check_ns", "step_median_ns", "stall_ns",
+    "stall_median_ns", "stall_p99_ns", "observe_ns", "verify_ns", "decide_ns", "cpu_ns", "consumed_digest",
+    "checked_bytes", "resident_median_bytes", "resident_max_bytes",
 )  # fmt: skip
 
 
@@ -37,14 +40,26 @@ _MEASURED = (
 class Request:
     """What one run is asked for; everything that may change its numbers enters `condition_hash`.
 
-    capacity_bytes and outer_group_bytes are null without a limit; steps is half-open, counted without warm-up steps.
+    capacity_bytes, wall_bytes and outer_group_bytes are null without a limit; of a wall, what the reader's own memory
+    and headroom leave is the capacity. steps is half-open, counted without warm-up steps. What owners take: arena,
+    hybrid and page_cache_admission a miss_path (`schemas.columns.READ_PATHS`); hybrid the arena_fraction of the
+    capacity; arena and hybrid a scope and the fit of their table; user_cache a policy, its scope, and fit where it is
+    pinned; page_cache_admission admit, as `simulate.Choices`.
     """
 
     owner: str = "page_cache"
     mechanism: str = "none"
     capacity_bytes: int | None = None
+    wall_bytes: int | None = None
     headroom_bytes: int = 0
     outer_group_bytes: int | None = None
+    miss_path: str | None = None
+    arena_fraction: float | None = None
+    policy: str | None = None
+    scope: str | None = None
+    fit: str | None = None
+    admit: str | None = None
+    seed: int = 0
     fadvise: str = "random"
     destination: str = "cpu"
     threads: int = 8
@@ -58,9 +73,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Limits:
-    """How memory was limited. Null: there was no such limit. See the columns of the same names."""
+    """How memory was limited. Null: there was no such limit. See the columns of the same names.
+
+    others_bytes: own memory of other replays in the same wall.
+    """
 
     detail: str | None = None
+    capacity_bytes: int | None = None
     wall_bytes: int | None = None
     enforced_bytes: int | None = None
     balloon_bytes: int | None = None
@@ -68,6 +87,17 @@ class Limits:
     balloon_machine_locked_bytes: int | None = None
     limit_bytes: int | None = None
     group_path: str | None = None
+    others_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Company:
+    """Which of how many replays that run together, and whether they do so in one wall."""
+
+    together_id: str
+    number: int
+    size: int
+    shares_wall: bool
 
 
 @dataclass
@@ -83,6 +113,8 @@ class Recording:
     trace: Trace
     pool: Pool
     reads: ReadPlan
+    choice: Choice
+    miss_path: str | None
     walk: Walk
     page_bytes: int
     direct_alignment_bytes: int
@@ -97,6 +129,12 @@ class Recording:
     own_anonymous_bytes: int | None = None
     own_kernel_bytes: int | None = None
     limits: Limits = field(default_factory=Limits)
+    company: Company | None = None
+    overlap_ns: int | None = None
+    holding: Holding | None = None
+    arena_bytes: int | None = None
+    preload_ns: int | None = None
+    decide_ns: int | None = None
     cold: dict[str, Any] | None = None
     warm: dict[str, Any] | None = None
     before: dict[str, Any] | None = None
@@ -108,6 +146,11 @@ class Recording:
     pool_files_after: list[tuple[int, int, int] | None] = field(default_factory=list)
     group_oom_kills: int | None = None
     unsuitable_storage: str | None = None
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What was asked for, or what a wall that was asked for leaves; null without a limit, or before it is known."""
+        return self.limits.capacity_bytes if self.request.capacity_bytes is None else self.request.capacity_bytes
 
     @property
     def num_steps(self) -> int:
@@ -192,6 +235,20 @@ class Recording:
         return hit, observed & ~hit & ~absent, absent
 
     @cached_property
+    def direct_object_bytes(self) -> IntArray:
+        """(O,) bytes that a read past the page cache asks for, cut at the end of the file as the device has it."""
+        pool, reads, unit = self.pool, self.reads, self.direct_alignment_bytes
+        file_end = -(-pool.file_bytes // unit) * unit
+        length = np.minimum(reads.length, file_end[pool.extent_file] - reads.offset)
+        of_object: IntArray = np.add.reduceat(length, pool.object_first_extent[:-1])
+        return of_object
+
+    def served(self, path: int) -> npt.NDArray[np.bool_]:
+        """(A,) accesses that got their bytes so."""
+        was: npt.NDArray[np.bool_] = self.arrays["path"] == path
+        return was
+
+    @cached_property
     def resident_bytes(self) -> IntArray:
         """(ended steps,) of the pool."""
         return self.arrays["resident_pages"][: self.ended_steps] * self.page_bytes
@@ -262,8 +319,8 @@ def account(recording: Recording) -> tuple[dict[str, Any], list[dict[str, Any]],
     }
     run["nominal_miss_bytes"] = None
     # A part of a run has no counterpart in the simulation of the whole.
-    if request.capacity_bytes is not None and recording.status == "complete":
-        run["nominal_miss_bytes"] = int(sizes[~simulated_lru_hits(recording, request.capacity_bytes)].sum())
+    if recording.capacity_bytes is not None and recording.status == "complete":
+        run["nominal_miss_bytes"] = int(sizes[~simulated_lru_hits(recording, recording.capacity_bytes)].sum())
     run.update(dict.fromkeys(_MEASURED))
     if not recording.measured:
         return run, [], []
@@ -271,7 +328,8 @@ def account(recording: Recording) -> tuple[dict[str, Any], list[dict[str, Any]],
     run["resident_median_bytes"] = median_of(resident)
     run["resident_max_bytes"] = int(resident.max()) if len(resident) else None
     hits = None
-    if not reads_directly(request.owner) and run["resident_median_bytes"] is not None:
+    # Of an owner that keeps experts elsewhere too, what the page cache holds is no capacity of the whole.
+    if request.owner in ("page_cache", "page_cache_mmap") and run["resident_median_bytes"] is not None:
         hits = simulated_lru_hits(recording, run["resident_median_bytes"])
         if recording.status == "complete":
             run["resident_miss_bytes"] = int(sizes[~hits].sum())
@@ -282,6 +340,11 @@ def account(recording: Recording) -> tuple[dict[str, Any], list[dict[str, Any]],
         if base and run["device_bytes"] is not None:
             run[f"amplification_{kind}"] = run["device_bytes"] / base
     return run, _step_rows(recording, sizes, hits), _layer_rows(recording, sizes, hits)
+
+
+def has_readahead(request: Request) -> bool:
+    """Whether the kernel may read more of the pool than it is asked for."""
+    return request.fadvise in ("normal", "sequential", "noreuse")
 
 
 def _warm_device_bytes(recording: Recording) -> int | None:
@@ -309,13 +372,20 @@ def _counted(recording: Recording) -> dict[str, Any]:
         if first is not None and last is not None:
             device_bytes = last - first
             own_fault_bytes = None if process_bytes is None else max(process_bytes - device_bytes, 0)
-        whole = between(recording, "device", counters.parse_block_stat, lambda stat: stat.read_bytes)
-        if whole is not None and process_bytes is not None:
+        devices = [name for name in recording.before["text"] if name.startswith("device ")]
+        read = [between(recording, name, counters.parse_block_stat, lambda stat: stat.read_bytes) for name in devices]
+        whole = [size for size in read if size is not None]
+        if whole and len(whole) == len(read) and process_bytes is not None:
             # The device counts at completion, the process at submission: what is in flight may make it negative.
-            neighbor_bytes = max(whole - process_bytes, 0)
-    beyond = None if device_bytes is None or not all_observed else device_bytes - missing_bytes
-    readahead = request.fadvise == "normal" and not reads_directly(request.owner)
-    exact = not readahead and not reads_directly(request.owner)
+            neighbor_bytes = max(sum(whole) - process_bytes, 0)
+    is_direct = recording.served(DIRECT)
+    direct_bytes = int(recording.direct_object_bytes[walk.objects[is_direct]].sum())
+    cached_missing = int(arrays["missing_pages"][(partial | absent) & ~is_direct].sum()) * recording.page_bytes
+    beyond = None if device_bytes is None or not all_observed else device_bytes - direct_bytes - cached_missing
+    all_direct = reads_directly(request.owner, recording.miss_path)
+    readahead = has_readahead(request) and not all_direct
+    exact = not readahead and not all_direct
+    held = int(np.count_nonzero(recording.served(HELD)))
     return {
         "reads": int(np.count_nonzero(returned == sizes)),
         "returned_bytes": int(returned[returned > 0].sum()),
@@ -324,7 +394,9 @@ def _counted(recording: Recording) -> dict[str, Any]:
         "native_partial_hits": int(np.count_nonzero(partial)),
         "native_misses": int(np.count_nonzero(absent)),
         "native_hit_rate": int(np.count_nonzero(hit)) / observed if observed else None,
+        "arena_hits": held if holds_memory(request.owner) else None,
         "missing_bytes": missing_bytes if all_observed else None,
+        "direct_bytes": direct_bytes,
         "device_bytes": device_bytes,
         "device_bytes_counter": None if device_bytes is None else DEVICE_BYTES_COUNTER,
         "own_fault_bytes": own_fault_bytes,
@@ -356,6 +428,7 @@ def _timed(recording: Recording) -> dict[str, Any]:
         "stall_p99_ns": percentile_99_of(stalls),
         "observe_ns": int(arrays["observe_ns"].sum()),
         "verify_ns": int(arrays["verify_ns"].sum()),
+        "decide_ns": recording.decide_ns,
         "cpu_ns": cpu_ns,
     }
 

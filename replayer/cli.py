@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from replayer.capacity import NotEnforceable
 from replayer.command import Parser, run
+from replayer.experiment import UnusableExperiment
 from replayer.pool import MalformedPool, PoolMismatch, UnsuitableStorage, UnusablePlan
 from replayer.pool_cli import add_pool_commands
 from replayer.probe_cli import add_probe_command
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             PoolMismatch,
             UnsuitableStorage,
             UnusableReplay,
+            UnusableExperiment,
             NotEnforceable,
         ),
         failed=(MalformedTrace, MalformedPool),

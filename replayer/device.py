@@ -6,6 +6,7 @@ every owner: huge pages alone make O_DIRECT reads almost twice as fast, so an ar
 
 import ctypes
 import mmap
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ _MADV_POPULATE_WRITE = 23
 
 class NoAccelerator(RuntimeError):
     """`--device cuda` where no CUDA device answers."""
+
+
+class NotLockable(RuntimeError):
+    """Memory that an owner needs locked cannot be."""
 
 
 @dataclass
@@ -90,6 +95,36 @@ def _slots(whole: npt.NDArray[np.uint8], num_threads: int, num_slots: int, slot_
     if libc.madvise(begin, length, _MADV_POPULATE_WRITE) != 0:
         part[:: mmap.PAGESIZE] = 0
     return part.reshape(num_threads, num_slots, slot_bytes)
+
+
+@dataclass
+class Locked:
+    """Memory that stays: its address, its size in whole pages, and what owns it."""
+
+    address: int
+    size_bytes: int
+    owned: Any
+
+
+def lock(size_bytes: int) -> Locked:
+    """Locked private memory of at least `size_bytes`, rounded up to whole pages; huge ones where the kernel has them.
+
+    Raises:
+        NotLockable: this process may not lock so much.
+    """
+    size = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+    address += -address % HUGE_PAGE_BYTES
+    libc = ctypes.CDLL(None, use_errno=True)
+    begin, length = ctypes.c_void_p(address), ctypes.c_size_t(size)
+    libc.madvise(begin, length, mmap.MADV_HUGEPAGE)
+    if size and libc.mlock(begin, length) != 0:
+        why = os.strerror(ctypes.get_errno())
+        raise NotLockable(
+            f"{size:,} bytes cannot be locked: {why}; raise the limit (ulimit -l), grant CAP_IPC_LOCK, or ask for less"
+        )
+    return Locked(address, size, memory)
 
 
 def _whole_huge_pages(size: int) -> int:

@@ -34,18 +34,35 @@ BARRIER_BYTES = 128
 """More than a pthread_barrier_t takes with glibc (32) or musl (32) on any 64-bit machine."""
 
 RESIDENCY_NONE, RESIDENCY_CACHESTAT, RESIDENCY_MINCORE = range(3)
+BUFFERED, DIRECT, UNCACHED, MAPPED, HELD = range(5)
+"""Where an access gets its bytes: pread through the page cache, pread past it (O_DIRECT), preadv2 that drops the pages
+again (RWF_DONTCACHE), a copy out of mapped files, a copy out of locked memory."""
+NOT_SERVED = 255
+"""`path` of an access that no thread came to."""
 VERIFY_NONE, VERIFY_EDGES, VERIFY_ALL = range(3)
-STOP, QUIT_EVEN, QUIT_ODD, EVENTS_DONE, FAILED_ACCESS = range(5)
-"""Slots of `control`: STOP is set from outside, EVENTS_DONE and FAILED_ACCESS (access + 1) by the loop."""
+STOP, QUIT_EVEN, QUIT_ODD, EVENTS_DONE, FAILED_ACCESS, ARRIVED = range(6)
+"""Slots of `control`: STOP is set from outside, EVENTS_DONE and FAILED_ACCESS (access + 1) by the loop; ARRIVED counts
+threads that ended an event, where somebody waits for the last of them."""
 
 _EINTR, _EINVAL = errno.EINTR, errno.EINVAL
 _CACHESTAT = 451  # the same number on every architecture
+RWF_DONTCACHE = 0x80
+_WILLNEED = 3
+_VECTOR_AT = 64  # behind what cachestat takes of the scratch memory
 
 _c_pread: Any = types.ExternalFunction("pread", types.int64(types.int32, types.int64, types.int64, types.int64))
+_c_preadv2: Any = types.ExternalFunction(
+    "preadv2", types.int64(types.int32, types.int64, types.int32, types.int64, types.int32)
+)
+_c_memcpy: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
+_c_fadvise: Any = types.ExternalFunction(
+    "posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32)
+)
 _c_clock: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 _c_errno: Any = types.ExternalFunction("__errno_location", types.int64())
 _c_syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 5))
 _c_mincore: Any = types.ExternalFunction("mincore", types.int32(types.int64, types.int64, types.int64))
+_c_sem_post: Any = types.ExternalFunction("sem_post", types.int32(types.int64))
 _c_barrier_wait: Any = types.ExternalFunction("pthread_barrier_wait", types.int32(types.int64))
 
 
@@ -66,8 +83,10 @@ class Extents(NamedTuple):
 
     object_first_extent: (O + 1,); of each extent (X,): fd; offset and length, as asked of pread (widened for O_DIRECT);
     skip: bytes read before the wanted ones; wanted: bytes of the expert; slot_offset: where in a slot they go;
-    first_word: its place in the expert ÷ 8; map_address: where mincore finds it, 0 without. layer_id, expert_id, key:
-    (O,). file_fd, file_bytes, file_map_address: (F,), every file of the pool that is opened.
+    first_word: its place in the expert ÷ 8; map_address: where mincore finds its file, 0 without. held_offset: where
+    in the locked copy of its expert a read of `length` goes. layer_id, expert_id, key: (O,). path: (O,) uint8, where an
+    object's bytes come from; held_address: (O,) of an object's locked copy, 0 without. file_fd, file_bytes,
+    file_map_address: (F,), every file of the pool, opened to ask for residency.
     """
 
     object_first_extent: npt.NDArray[np.int64]
@@ -79,9 +98,12 @@ class Extents(NamedTuple):
     slot_offset: npt.NDArray[np.int64]
     first_word: npt.NDArray[np.int64]
     map_address: npt.NDArray[np.int64]
+    held_offset: npt.NDArray[np.int64]
     layer_id: npt.NDArray[np.int64]
     expert_id: npt.NDArray[np.int64]
     key: npt.NDArray[np.uint64]
+    path: npt.NDArray[np.uint8]
+    held_address: npt.NDArray[np.int64]
     file_fd: npt.NDArray[np.int32]
     file_bytes: npt.NDArray[np.int64]
     file_map_address: npt.NDArray[np.int64]
@@ -91,15 +113,17 @@ class Results(NamedTuple):
     """What a pass leaves behind.
 
     Of each access (A,): begin_ns, end_ns (CLOCK_MONOTONIC), returned (bytes of the expert, or −errno, or NOT_REACHED),
-    missing_pages (before the read, or NOT_OBSERVED). Of each step (S,): step_begin_ns, step_end_ns, check_end_ns,
-    resident_pages. Of each thread (T,): digest, wrong, checked_words, observe_ns, verify_ns. counter_text: (S, B)
-    uint8, counter_length: (S, C). ticket: (N,), zeroed before each pass. control: see STOP.
+    missing_pages (before the read, or NOT_OBSERVED; 0 of what is held), path (uint8, see BUFFERED). Of each step (S,):
+    step_begin_ns, step_end_ns, check_end_ns, resident_pages. Of each thread (T,): digest, wrong, checked_words,
+    observe_ns, verify_ns. counter_text: (S, B) uint8, counter_length: (S, C). ticket: (N,), zeroed before each pass.
+    control: see STOP.
     """
 
     begin_ns: npt.NDArray[np.int64]
     end_ns: npt.NDArray[np.int64]
     returned: npt.NDArray[np.int64]
     missing_pages: npt.NDArray[np.int32]
+    path: npt.NDArray[np.uint8]
     step_begin_ns: npt.NDArray[np.int64]
     step_end_ns: npt.NDArray[np.int64]
     check_end_ns: npt.NDArray[np.int64]
@@ -115,18 +139,33 @@ class Results(NamedTuple):
     control: npt.NDArray[np.int64]
 
 
+class Decisions(NamedTuple):
+    """What the policy of a user-space cache said of each access (A,), before its event was served.
+
+    address: of the object's locked copy, 0 where it is not admitted; was_hit: uint8, whether the copy is there already.
+    """
+
+    address: npt.NDArray[np.int64]
+    was_hit: npt.NDArray[np.uint8]
+
+
 class Setting(NamedTuple):
     """How the loop runs; whole numbers, so that one compiled function serves every setting.
 
     barrier: address of a pthread barrier of T threads, 0 for none (then one ticket runs through all accesses and no
-    step is checked); page_bytes; residency: RESIDENCY_…; observe_every: 1 = each access, 0 = none; verify: VERIFY_…;
-    copy, synchronize: addresses of cudaMemcpyAsync and cudaStreamSynchronize or the like, 0 for none.
+    step is checked); served: address of a semaphore that tells somebody who takes part in the barrier and decides the
+    next event that this one is served, 0 where nobody decides; page_bytes; residency: RESIDENCY_…; observe_every: 1 =
+    each access, 0 = none; announce_bytes: pieces in which a read is announced (POSIX_FADV_WILLNEED) right before it,
+    0 = not; verify: VERIFY_…; copy, synchronize: addresses of cudaMemcpyAsync and cudaStreamSynchronize or the like, 0
+    for none.
     """
 
     barrier: int
+    served: int
     page_bytes: int
     residency: int
     observe_every: int
+    announce_bytes: int
     verify: int
     copy: int
     synchronize: int
@@ -266,11 +305,17 @@ def resident_pages(extents, first, stride, residency, page_bytes, scratch, vecto
 
 
 @numba.njit(cache=True, nogil=True)
-def _read(fd, address, length, offset, needed):  # type: ignore[no-untyped-def]
+def _read(fd, address, length, offset, needed, flags, scratch):  # type: ignore[no-untyped-def]
     """Bytes read of `length`, at least `needed` unless the file ends before; negative errno on failure."""
     got = np.int64(0)
     while got < needed:
-        count = _c_pread(fd, address + got, length - got, offset + got)
+        if flags == 0:
+            count = _c_pread(fd, address + got, length - got, offset + got)
+        else:
+            vector = scratch[_VECTOR_AT : _VECTOR_AT + 16].view(np.int64)
+            vector[0] = address + got
+            vector[1] = length - got
+            count = _c_preadv2(fd, vector.ctypes.data, np.int32(1), offset + got, np.int32(flags))
         if count < 0:
             number = np.int64(_load32(_c_errno()))
             if number == _EINTR:
@@ -330,56 +375,113 @@ def _verify(thread, event, obj, slot, extents, schedule, results, setting, scrat
 
 
 @numba.njit(cache=True, nogil=True)
-def _access(thread, event, access, turn, schedule, extents, results, setting, destinations, clock):  # type: ignore[no-untyped-def]
-    """One access: residency, read, copy to the accelerator, verification. False if it failed."""
+def _observe(thread, access, obj, extents, results, setting, destinations, clock):  # type: ignore[no-untyped-def]
+    """Notes how many pages of an object are not resident."""
+    begin_ns = _now_ns(clock)
+    missing = np.int64(0)
+    for extent in range(extents.object_first_extent[obj], extents.object_first_extent[obj + 1]):
+        offset = extents.offset[extent] + extents.skip[extent]
+        pages = -(-(offset + extents.wanted[extent]) // setting.page_bytes) - offset // setting.page_bytes
+        cached = _cached(
+            extents.fd[extent],
+            offset,
+            extents.wanted[extent],
+            extents.map_address[extent],
+            setting.residency,
+            setting.page_bytes,
+            destinations.scratch[thread],
+            destinations.vector[thread],
+        )
+        missing += pages - max(cached, 0)
+    results.missing_pages[access] = missing
+    results.observe_ns[thread] += _now_ns(clock) - begin_ns
+
+
+@numba.njit(cache=True, nogil=True)
+def _announce(fd, offset, length, piece):  # type: ignore[no-untyped-def]
+    """Asks for a range ahead; the kernel reads no more of one call than its readahead or its largest request."""
+    end = offset + length
+    while offset < end:
+        size = min(piece, end - offset)
+        _c_fadvise(fd, offset, size, np.int32(_WILLNEED))
+        offset += size
+
+
+@numba.njit(cache=True, nogil=True)
+def _fetch(obj, base, path, address, is_there, extents, setting, scratch):  # type: ignore[no-untyped-def]
+    """Brings an object's bytes to the slot at `base`; bytes of the expert, fewer if a file ends before, or −errno.
+
+    Through `address`, its locked copy, unless that is 0; the copy is filled first unless it `is_there`.
+    """
+    returned = np.int64(0)
+    flags = 0
+    if path == UNCACHED:
+        flags = RWF_DONTCACHE
+    for extent in range(extents.object_first_extent[obj], extents.object_first_extent[obj + 1]):
+        wanted, skip = extents.wanted[extent], extents.skip[extent]
+        slot = base + extents.slot_offset[extent]
+        source = np.int64(0)
+        got = skip + wanted
+        if address != 0:
+            source = address + extents.held_offset[extent] + skip
+        elif path == MAPPED:
+            source = extents.map_address[extent] + extents.offset[extent] + skip
+        if path != MAPPED and not is_there:
+            into = slot
+            if address != 0:
+                into = source - skip
+            if setting.announce_bytes > 0 and path == BUFFERED:
+                _announce(extents.fd[extent], extents.offset[extent], extents.length[extent], setting.announce_bytes)
+            got = _read(
+                extents.fd[extent], into, extents.length[extent], extents.offset[extent], skip + wanted, flags, scratch
+            )
+            if got < 0:
+                return got
+        elif path == MAPPED and setting.announce_bytes > 0:
+            _announce(extents.fd[extent], extents.offset[extent], extents.length[extent], setting.announce_bytes)
+        got = min(got - skip, wanted)
+        if source != 0 and got == wanted:
+            _c_memcpy(slot + skip, source, wanted)
+        returned += max(got, 0)
+        if got < wanted:
+            break
+    return returned
+
+
+@numba.njit(cache=True, nogil=True)
+def _access(  # type: ignore[no-untyped-def]
+    thread, event, access, turn, schedule, extents, results, decisions, setting, destinations, clock
+):
+    """One access: residency, bytes from where the owner has them, copy to the accelerator, verification.
+
+    False if it failed.
+    """
     obj = schedule.objects[access]
     slot = destinations.slots[thread, turn % destinations.slots.shape[1]]
     scratch = destinations.scratch[thread]
     first, end = extents.object_first_extent[obj], extents.object_first_extent[obj + 1]
+    path = np.int64(extents.path[obj])
+    address, is_there = extents.held_address[obj], path == HELD
+    if setting.served != 0:
+        address, is_there = decisions.address[access], decisions.was_hit[access] != 0
+    if is_there:
+        path = np.int64(HELD)
     # Chosen by a hash: every sixteenth access would always be the same place in an event of eight.
     if setting.observe_every > 0 and mix(np.uint64(access)) % np.uint64(setting.observe_every) == 0:
-        begin_ns = _now_ns(clock)
-        missing = np.int64(0)
-        for extent in range(first, end):
-            offset = extents.offset[extent] + extents.skip[extent]
-            pages = -(-(offset + extents.wanted[extent]) // setting.page_bytes) - offset // setting.page_bytes
-            cached = _cached(
-                extents.fd[extent],
-                offset,
-                extents.wanted[extent],
-                extents.map_address[extent],
-                setting.residency,
-                setting.page_bytes,
-                scratch,
-                destinations.vector[thread],
-            )
-            missing += pages - max(cached, 0)
-        results.missing_pages[access] = missing
-        results.observe_ns[thread] += _now_ns(clock) - begin_ns
+        if is_there:
+            results.missing_pages[access] = 0
+        else:
+            _observe(thread, access, obj, extents, results, setting, destinations, clock)
     base = slot.ctypes.data
-    returned = np.int64(0)
-    complete = True
     results.begin_ns[access] = _now_ns(clock)
-    for extent in range(first, end):
-        got = _read(
-            extents.fd[extent],
-            base + extents.slot_offset[extent],
-            extents.length[extent],
-            extents.offset[extent],
-            extents.skip[extent] + extents.wanted[extent],
-        )
-        if got < 0:
-            returned = got
-            complete = False
-            break
-        got = min(got - extents.skip[extent], extents.wanted[extent])
-        returned += max(got, 0)
-        if got < extents.wanted[extent]:
-            complete = False
-            break
+    returned = _fetch(obj, base, path, address, is_there, extents, setting, scratch)
     results.end_ns[access] = _now_ns(clock)
     results.returned[access] = returned
-    if not complete:
+    results.path[access] = path
+    wanted = np.int64(0)
+    for extent in range(first, end):
+        wanted += extents.wanted[extent]
+    if returned < wanted:
         return False
     if setting.copy != 0:
         for extent in range(first, end):
@@ -403,17 +505,35 @@ def _access(thread, event, access, turn, schedule, extents, results, setting, de
 
 
 @numba.njit(cache=True, nogil=True)
+def preload(thread, threads, objects, extents, setting, destinations):  # type: ignore[no-untyped-def]
+    """Fills the locked copies of every `threads`-th of `objects`; −1, or the place of the first that could not be."""
+    scratch = destinations.scratch[thread]
+    base = destinations.slots[thread, 0].ctypes.data
+    for place in range(thread, len(objects), threads):
+        obj = objects[place]
+        wanted = np.int64(0)
+        for extent in range(extents.object_first_extent[obj], extents.object_first_extent[obj + 1]):
+            wanted += extents.wanted[extent]
+        path = np.int64(extents.path[obj])
+        if _fetch(obj, base, path, extents.held_address[obj], False, extents, setting, scratch) != wanted:
+            return place
+    return -1
+
+
+@numba.njit(cache=True, nogil=True)
 def _note_counters(step, results, counters):  # type: ignore[no-untyped-def]
     """Keeps the text of the counter files after a step; thread 0, while the others wait."""
     row = results.counter_text[step]
     for counter in range(len(counters.fd)):
         place = counters.first_byte[counter]
         size = counters.first_byte[counter + 1] - place
-        results.counter_length[step, counter] = _read(counters.fd[counter], row.ctypes.data + place, size, 0, size)
+        results.counter_length[step, counter] = _read(
+            counters.fd[counter], row.ctypes.data + place, size, 0, size, 0, row
+        )
 
 
 @numba.njit(cache=True, nogil=True)
-def work(thread, schedule, extents, results, setting, destinations, counters):  # type: ignore[no-untyped-def]
+def work(thread, schedule, extents, results, decisions, setting, destinations, counters):  # type: ignore[no-untyped-def]
     """Runs one demand thread through a pass; returns when the pass is over, was stopped, or an access failed."""
     clock = np.zeros(2, dtype=np.int64)
     stop = results.control.ctypes.data + 8 * STOP
@@ -430,7 +550,9 @@ def work(thread, schedule, extents, results, setting, destinations, counters):  
                 event += 1
             if setting.copy != 0 and turn >= destinations.slots.shape[1]:
                 _call_synchronize(setting.synchronize, destinations.stream[thread])
-            if not _access(thread, event, access, turn, schedule, extents, results, setting, destinations, clock):
+            if not _access(
+                thread, event, access, turn, schedule, extents, results, decisions, setting, destinations, clock
+            ):
                 results.control[FAILED_ACCESS] = access + 1
                 results.control[STOP] = 1
             turn += 1
@@ -444,6 +566,9 @@ def work(thread, schedule, extents, results, setting, destinations, counters):  
         for event in range(schedule.step_first_event[step], schedule.step_first_event[step + 1]):
             turn = 0
             quit_slot = QUIT_EVEN + event % 2
+            if setting.served != 0 and event == schedule.step_first_event[step]:
+                # A step begins with its first decision; later ones are made between two events, see below.
+                _c_barrier_wait(setting.barrier)
             while True:
                 access = schedule.event_first_access[event] + _add(tickets + 8 * event, 1)
                 if access >= schedule.event_first_access[event + 1]:
@@ -453,7 +578,9 @@ def work(thread, schedule, extents, results, setting, destinations, counters):  
                     continue
                 if setting.copy != 0 and turn >= destinations.slots.shape[1]:
                     _call_synchronize(setting.synchronize, destinations.stream[thread])
-                if not _access(thread, event, access, turn, schedule, extents, results, setting, destinations, clock):
+                if not _access(
+                    thread, event, access, turn, schedule, extents, results, decisions, setting, destinations, clock
+                ):
                     results.control[FAILED_ACCESS] = access + 1
                     results.control[quit_slot] = 1
                     results.control[STOP] = 1
@@ -467,6 +594,11 @@ def work(thread, schedule, extents, results, setting, destinations, counters):  
                 if _load(stop) != 0:
                     results.control[quit_slot] = 1
                 results.control[EVENTS_DONE] = event + 1
+            if setting.served != 0:
+                # The last to arrive wakes who decides; the others sleep once, until the next event is decided.
+                arrived = _add(results.control.ctypes.data + 8 * ARRIVED, 1)
+                if arrived % len(results.digest) == len(results.digest) - 1:
+                    _c_sem_post(setting.served)
             _c_barrier_wait(setting.barrier)
             if results.control[quit_slot] != 0:
                 return
@@ -502,6 +634,30 @@ class Barrier:
     def address(self) -> int:
         return int(self._memory.ctypes.data)
 
+    def wait(self) -> None:
+        """Waits for the others, without the interpreter lock."""
+        self._libc.pthread_barrier_wait(ctypes.c_void_p(self.address))
+
+
+class Semaphore:
+    """A POSIX semaphore at 0, kept alive by this object."""
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(BARRIER_BYTES // 8, dtype=np.uint64)
+        self._libc = ctypes.CDLL(None)
+        if self._libc.sem_init(ctypes.c_void_p(self.address), 0, 0):
+            raise OSError("sem_init failed")
+
+    @property
+    def address(self) -> int:
+        return int(self._memory.ctypes.data)
+
+    def wait(self) -> None:
+        """Waits for one post, without the interpreter lock."""
+        while self._libc.sem_wait(ctypes.c_void_p(self.address)) != 0:
+            # Interrupted by a signal.
+            continue
+
 
 def compile_ahead() -> None:
     """Compiles the loop, or finds it compiled, in this process: its memory is not charged to a limited one then."""
@@ -510,20 +666,23 @@ def compile_ahead() -> None:
     schedule = Schedule(step_first_event=longs[:1], event_first_access=longs, event_id=longs, objects=ints)
     extents = Extents(
         object_first_extent=longs, fd=ints, offset=longs, length=longs, skip=longs, wanted=longs, slot_offset=longs,
-        first_word=longs, map_address=longs, layer_id=longs, expert_id=longs, key=words, file_fd=ints[:0],
-        file_bytes=longs[:0], file_map_address=longs[:0],
+        first_word=longs, map_address=longs, held_offset=longs, layer_id=longs, expert_id=longs, key=words,
+        path=bytes_[0], held_address=longs, file_fd=ints[:0], file_bytes=longs[:0], file_map_address=longs[:0],
     )  # fmt: skip
     results = Results(
-        begin_ns=longs, end_ns=longs, returned=longs, missing_pages=ints, step_begin_ns=longs, step_end_ns=longs,
-        check_end_ns=longs, resident_pages=longs, digest=words, wrong=longs, checked_words=longs, observe_ns=longs,
-        verify_ns=longs, counter_text=bytes_, counter_length=ints.reshape(1, 1), ticket=longs, control=longs,
+        begin_ns=longs, end_ns=longs, returned=longs, missing_pages=ints, path=bytes_[0], step_begin_ns=longs,
+        step_end_ns=longs, check_end_ns=longs, resident_pages=longs, digest=words, wrong=longs, checked_words=longs,
+        observe_ns=longs, verify_ns=longs, counter_text=bytes_, counter_length=ints.reshape(1, 1), ticket=longs,
+        control=longs,
     )  # fmt: skip
     setting = Setting(
-        barrier=1, page_bytes=page_bytes, residency=RESIDENCY_NONE, observe_every=0, verify=VERIFY_NONE, copy=0,
-        synchronize=0,
+        barrier=1, served=0, page_bytes=page_bytes, residency=RESIDENCY_NONE, observe_every=0, announce_bytes=0,
+        verify=VERIFY_NONE, copy=0, synchronize=0,
     )  # fmt: skip
     destinations = Destinations(
         slots=bytes_.reshape(1, 1, 64), scratch=bytes_, vector=bytes_, device_address=longs, stream=longs
     )
-    work(0, schedule, extents, results, setting, destinations, Counters(fd=ints, first_byte=longs))
+    decisions = Decisions(address=longs, was_hit=bytes_[0])
+    work(0, schedule, extents, results, decisions, setting, destinations, Counters(fd=ints, first_byte=longs))
+    preload(0, 1, longs[:0], extents, setting, destinations)
     resident_pages(extents, 0, 1, RESIDENCY_NONE, page_bytes, bytes_[0], bytes_[0])

@@ -1,8 +1,9 @@
 """The measuring process: opens the pool, allocates, starts the demand threads, and replays when it is told to.
 
 It is started by `replay` inside the memory limit, gets its instructions as lines of JSON on stdin, shares plan and
-results through an arena, and reports in lines of JSON on stdout: `ready`, `cold`, `warm`, `done`, `stopped`, `failed`.
-It imports nothing that it does not need and allocates nothing between passes, because all of it lies inside the limit.
+results through an arena, and reports in lines of JSON on stdout: `ready`, `held`, `cold`, `warm`, `done`, `stopped`,
+`failed`. It imports nothing that it does not need and allocates nothing between passes, because all of it lies inside
+the limit.
 It judges nothing: raw counters go back as text.
 """
 
@@ -22,7 +23,7 @@ import numpy as np
 from replayer import loop
 from replayer.arena import Arena
 from replayer.capacity import die_with_parent, raise_own_oom_score
-from replayer.device import NoAccelerator, Region, allocate
+from replayer.device import Locked, NoAccelerator, NotLockable, Region, allocate, lock
 from replayer.owners import ReadPathRefused, map_files, open_files
 
 _VECTOR_PAGES = 4096
@@ -34,17 +35,26 @@ class Measurement:
     def __init__(self, spec: dict[str, Any], arena: Arena) -> None:
         self.spec, self.arrays = spec, arena.arrays
         self.control = self.arrays["control"]
-        threads = int(spec["threads"])
-        self.files = open_files(Path(spec["folder"]), spec["files"], spec["owner"], spec["fadvise"])
-        sizes = self.arrays["file_bytes"]
+        self.num_threads = threads = int(spec["threads"])
+        path = self.arrays["object_path"]
+        self.files = open_files(
+            [Path(name) for name in spec["paths"]],
+            self.arrays["file_ways"],
+            spec["fadvise"],
+            bool(np.any(path == loop.UNCACHED)),
+            spec["owner"],
+        )
+        sizes, any_way = self.arrays["file_bytes"], self.files.any
         self.mappings: list[mmap.mmap] = []
-        map_addresses = [0] * len(self.files)
-        if spec["residency"] == loop.RESIDENCY_MINCORE:
-            self.mappings, map_addresses = map_files(self.files, sizes.tolist())
+        map_addresses = [0] * len(any_way)
+        if spec["residency"] == loop.RESIDENCY_MINCORE or np.any(path == loop.MAPPED):
+            self.mappings, map_addresses = map_files(any_way, sizes.tolist(), spec["fadvise"])
         of_file = self.arrays["extent_file"]
+        of_way = (path == loop.DIRECT)[self.arrays["extent_object"]]
+        descriptors = np.asarray([self.files.buffered, self.files.direct], dtype=np.int32)
         self.extents = loop.Extents(
             object_first_extent=self.arrays["object_first_extent"],
-            fd=np.asarray(self.files, dtype=np.int32)[of_file],
+            fd=descriptors[of_way.astype(np.int64), of_file],
             offset=self.arrays["extent_offset"],
             length=self.arrays["extent_length"],
             skip=self.arrays["extent_skip"],
@@ -52,13 +62,20 @@ class Measurement:
             slot_offset=self.arrays["extent_slot_offset"],
             first_word=self.arrays["extent_first_word"],
             map_address=np.asarray(map_addresses, dtype=np.int64)[of_file],
+            held_offset=self.arrays["extent_held_offset"],
             layer_id=self.arrays["object_layer_id"],
             expert_id=self.arrays["object_expert_id"],
             key=self.arrays["object_key"],
-            file_fd=np.asarray(self.files, dtype=np.int32),
+            path=path,
+            # Its own: the memory of an owner's bookkeeping counts as the owner's.
+            held_address=np.full(len(path), 0, dtype=np.int64),
+            file_fd=np.asarray(any_way, dtype=np.int32),
             file_bytes=sizes,
             file_map_address=np.asarray(map_addresses, dtype=np.int64),
         )
+        self.decisions = loop.Decisions(*(self.arrays[f"decided_{name}"] for name in loop.Decisions._fields))
+        self.locked: Locked | None = None
+        self.user_cache: Any = None
         self.schedule = loop.Schedule(*(self.arrays[name] for name in loop.Schedule._fields))
         self.results = loop.Results(*(self.arrays[name] for name in loop.Results._fields))
         self.region: Region = allocate(spec["device"], threads, int(spec["slots"]), int(spec["slot_bytes"]))
@@ -71,12 +88,20 @@ class Measurement:
             stream=self.region.stream,
         )
         self.counters = loop.Counters(fd=np.zeros(0, dtype=np.int32), first_byte=self.arrays["counter_first_byte"])
-        self.barrier = loop.Barrier(threads)
-        self.gate = threading.Barrier(threads + 1)
+        # One more where a policy decides each event before the threads serve it.
+        deciding = [self._decide] if spec["policy"] is not None else []
+        self.barrier = loop.Barrier(threads + len(deciding))
+        self.gate = threading.Barrier(threads + len(deciding) + 1)
+        self.served = loop.Semaphore() if deciding else None
         self.passes = 2 if spec["warm_pass"] else 1
         self._compile()
-        self.threads = [threading.Thread(target=self._thread, args=(number,), daemon=True) for number in range(threads)]
-        for thread in self.threads:
+        self.threads = [
+            threading.Thread(target=self._thread, args=(self._demand, number), daemon=True) for number in range(threads)
+        ]
+        for thread in [
+            *self.threads,
+            *(threading.Thread(target=self._thread, args=(decide,), daemon=True) for decide in deciding),
+        ]:
             thread.start()
         self.gate.wait()
 
@@ -96,9 +121,11 @@ class Measurement:
     def _setting(self) -> loop.Setting:
         return loop.Setting(
             barrier=self.barrier.address,
+            served=0 if self.served is None else self.served.address,
             page_bytes=os.sysconf("SC_PAGE_SIZE"),
             residency=int(self.spec["residency"]),
             observe_every=int(self.spec["observe_every"]),
+            announce_bytes=int(self.spec["announce_bytes"]),
             verify=int(self.spec["verify"]),
             copy=self.region.copy,
             synchronize=self.region.synchronize,
@@ -107,15 +134,22 @@ class Measurement:
     def _compile(self) -> None:
         """One call on no step at all: compiles, or loads what was compiled, before anybody waits for it."""
         nothing = self.schedule._replace(step_first_event=np.zeros(1, dtype=np.int64))
-        loop.work(0, nothing, self.extents, self.results, self._setting(), self.destinations, self.counters)
+        setting = self._setting()
+        loop.work(0, nothing, self.extents, self.results, self.decisions, setting, self.destinations, self.counters)
+        loop.preload(0, 1, np.zeros(0, dtype=np.int64), self.extents, setting, self.destinations)
+        if self.spec["policy"] is not None:
+            # Its kernels weigh on the memory of those alone that need them.
+            from replayer.user_cache import rehearse
+
+            rehearse(self.spec["policy"], self.arrays["next_time"] if len(self.arrays["next_time"]) else None)
         self.resident_bytes()
 
-    def _thread(self, number: int) -> None:
+    def _thread(self, work: Any, *arguments: int) -> None:
         try:
-            self._demand(number)
+            work(*arguments)
         except BaseException as error:
             # The other threads would wait for this one for ever.
-            print(f"demand thread {number}: {error!r}", file=sys.stderr, flush=True)
+            print(f"{' '.join(['thread', *map(str, arguments)])}: {error!r}", file=sys.stderr, flush=True)
             os._exit(1)
 
     def _demand(self, number: int) -> None:
@@ -123,10 +157,88 @@ class Measurement:
         setting = self._setting()
         for _ in range(self.passes):
             self.gate.wait()
-            loop.work(number, self.schedule, self.extents, self.results, setting, self.destinations, self.counters)
+            loop.work(
+                number, self.schedule, self.extents, self.results, self.decisions, setting, self.destinations,
+                self.counters,
+            )  # fmt: skip
             self.gate.wait()
         # What the kernel counts for a thread goes with it, so it stays until the process ends.
         self.gate.wait()
+
+    def _decide(self) -> None:
+        """Decides each event while the demand threads wait; takes part in each of their barriers."""
+        from replayer.user_cache import decide_pass
+
+        assert self.served is not None, "made with this thread"
+        self.gate.wait()
+        future = self.arrays["next_time"]
+        for passed in range(self.passes):
+            self.gate.wait()
+            decide_pass(
+                self.user_cache,
+                self.schedule,
+                self.decisions,
+                self.arrays["event_cache"],
+                self.arrays["event_step"],
+                future[passed] if len(future) else None,
+                served=self.served.wait,
+                wait=self.barrier.wait,
+                has_quit=lambda event: bool(self.control[loop.QUIT_EVEN + event % 2]),
+            )
+            self.gate.wait()
+        self.gate.wait()
+
+    def hold(self, plan: dict[str, Any]) -> dict[str, Any]:
+        """Locks memory and fills it with what the owner begins with; its time, and the process's status after it.
+
+        Raises:
+            NotLockable, OSError: it cannot be locked, or an expert not be read.
+        """
+        self.locked = lock(int(plan["arena_bytes"]))
+        address = self.extents.held_address
+        if self.spec["policy"] is not None:
+            from replayer.user_cache import Sizes, UserCache
+
+            self.user_cache = UserCache(
+                self.spec["policy"],
+                Sizes(*(np.asarray(plan[name], dtype=np.int64) for name in Sizes.__dataclass_fields__)),
+                region_address=self.locked.address,
+                seed=int(self.spec["seed"]),
+                counts=self.arrays["object_count"],
+            )
+            objects = self.user_cache.preloaded
+            address[objects] = self.user_cache.slot_address[self.user_cache.slots.slot_of[objects]]
+        else:
+            place = self.arrays["held_place"]
+            objects = np.flatnonzero(place >= 0)
+            address[objects] = self.locked.address + place[objects]
+        begin_ns = time.monotonic_ns()
+        setting = self._setting()
+        failed: list[int] = []
+
+        def fill(number: int) -> None:
+            place = loop.preload(number, self.num_threads, objects, self.extents, setting, self.destinations)
+            if place >= 0:
+                failed.append(int(objects[place]))
+
+        fillers = [threading.Thread(target=fill, args=(number,)) for number in range(self.num_threads)]
+        for filler in fillers:
+            filler.start()
+        for filler in fillers:
+            filler.join()
+        if failed:
+            layer_id, expert_id = self.extents.layer_id[failed[0]], self.extents.expert_id[failed[0]]
+            raise OSError(errno.EIO, f"layer {layer_id}, expert {expert_id}: not read whole into locked memory")
+        if self.spec["policy"] is None:
+            self.extents.path[objects] = loop.HELD
+        return {"preload_ns": time.monotonic_ns() - begin_ns, "status": _own_memory()}
+
+    def decide_ns(self) -> int | None:
+        """Time that decisions took since the last call; null where nobody decides."""
+        if self.user_cache is None:
+            return None
+        found, self.user_cache.decide_ns = self.user_cache.decide_ns, 0
+        return int(found)
 
     def resident_bytes(self) -> int:
         """Bytes of the pool's files in the page cache.
@@ -163,6 +275,7 @@ class Measurement:
         self.control[loop.EVENTS_DONE] = 0
         self.arrays["returned"].fill(loop.NOT_REACHED)
         self.arrays["missing_pages"].fill(loop.NOT_OBSERVED)
+        self.arrays["path"].fill(loop.NOT_SERVED)
         for name in ("begin_ns", "end_ns", "step_begin_ns", "step_end_ns", "check_end_ns", "resident_pages", "digest"):
             self.arrays[name].fill(0)
         for name in ("wrong", "checked_words", "observe_ns", "verify_ns", "ticket", "counter_length"):
@@ -227,7 +340,11 @@ def main() -> int:
         if not files:
             return 0
         measurement.open_counters(json.loads(files))
-        if sys.stdin.readline().strip() != "run":
+        command = sys.stdin.readline().strip()
+        if command.startswith("{"):
+            _say("held", **measurement.hold(json.loads(command)))
+            command = sys.stdin.readline().strip()
+        if command != "run":
             return 0
         measurement.clear()
         before = measurement.snapshot()
@@ -238,13 +355,20 @@ def main() -> int:
             # From the report on, what lies in the arena counts as measured; what failed is looked up there first.
             if not control[loop.FAILED_ACCESS]:
                 measurement.clear()
+            measurement.decide_ns()
             _say("warm" if not control[loop.STOP] else "stopped", span=span, snapshot=before)
+            if spec["meets"] and sys.stdin.readline().strip() != "measure":
+                return 0
         if not control[loop.STOP]:
             span = measurement.run_pass()
             after = measurement.snapshot()
-            _say("done" if not control[loop.STOP] else "stopped", span=span, before=before, after=after)
-    except (OSError, ReadPathRefused, NoAccelerator) as error:
-        _say("failed", message=str(error), wrong_call=isinstance(error, ReadPathRefused | NoAccelerator))
+            _say("done" if not control[loop.STOP] else "stopped", span=span, before=before, after=after,
+                 decide_ns=measurement.decide_ns())  # fmt: skip
+            if spec["meets"]:
+                # What this process holds would be room for the others in its wall.
+                sys.stdin.readline()
+    except (OSError, ReadPathRefused, NoAccelerator, NotLockable) as error:
+        _say("failed", message=str(error), wrong_call=isinstance(error, ReadPathRefused | NoAccelerator | NotLockable))
         return 1
     return 0
 

@@ -1,8 +1,10 @@
-"""Who holds the experts' bytes, as far as reading them differs: how files are opened, and which bytes are asked for.
+"""Who holds the experts' bytes, as far as reading them differs: where an expert comes from, and how files are opened.
 
-All owners are fed by the same loop, buffers and pool; only what is said here differs.
+All owners are fed by the same loop, buffers and pool; only what is said here differs. Which experts locked memory
+holds is decided elsewhere (`replay` for tables, `user_cache` for policies).
 """
 
+import errno
 import mmap
 import os
 import resource
@@ -14,15 +16,37 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from replayer.loop import BUFFERED, DIRECT, MAPPED, RWF_DONTCACHE, UNCACHED
+
 if TYPE_CHECKING:
     # The measuring process opens files only; what reads manifests would weigh on its memory.
     from replayer.pool import Pool
 
+IntArray = npt.NDArray[np.int64]
+
 _SLOT_ALIGNMENT_BYTES = 65536
 """Of a slot and of each extent in it: a multiple of every page size and of what O_DIRECT asks for."""
 
+_HELD_ALIGNMENT_BYTES = 64
+"""Of each extent in a locked copy that is not filled by O_DIRECT."""
+
 _OTHER_DESCRIPTORS = 256
 """Counter files, libraries, pipes."""
+
+_PATHS = {"buffered": BUFFERED, "direct": DIRECT, "uncached": UNCACHED}
+_ALONE = {"page_cache": BUFFERED, "page_cache_mmap": MAPPED, "restream": DIRECT, "uncached": UNCACHED}
+"""Owners that get every expert in one way."""
+
+_MISSES = {"arena": "direct", "hybrid": "buffered", "user_cache": "direct", "page_cache_admission": "direct"}
+"""How each of the others gets what it does not hold or admit, unless told otherwise."""
+
+_ADVICE = {
+    "random": os.POSIX_FADV_RANDOM,
+    "willneed": os.POSIX_FADV_RANDOM,
+    "sequential": os.POSIX_FADV_SEQUENTIAL,
+    "noreuse": os.POSIX_FADV_NOREUSE,
+}
+_MAP_ADVICE = {"random": mmap.MADV_RANDOM, "willneed": mmap.MADV_RANDOM, "sequential": mmap.MADV_SEQUENTIAL}
 
 
 class ReadPathRefused(RuntimeError):
@@ -31,75 +55,166 @@ class ReadPathRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What is asked of pread for each extent. Arrays (X,): see `loop.Extents`."""
+    """Where bytes come from and what is asked of pread for each extent.
 
-    offset: npt.NDArray[np.int64]
-    length: npt.NDArray[np.int64]
-    skip: npt.NDArray[np.int64]
-    wanted: npt.NDArray[np.int64]
-    slot_offset: npt.NDArray[np.int64]
-    first_word: npt.NDArray[np.int64]
+    path: (O,) of `loop.BUFFERED` and the like, DIRECT or BUFFERED for what may be held; held_bytes: (O,) what a locked
+    copy takes. All others (X,), see `loop.Extents`.
+    """
+
+    path: npt.NDArray[np.uint8]
+    held_bytes: IntArray
+    offset: IntArray
+    length: IntArray
+    skip: IntArray
+    wanted: IntArray
+    slot_offset: IntArray
+    held_offset: IntArray
+    first_word: IntArray
     slot_bytes: int
 
 
-def reads_directly(owner: str) -> bool:
-    """Whether an owner reads past the page cache."""
-    return owner == "restream"
+def holds_memory(owner: str) -> bool:
+    """Whether an owner keeps experts in locked memory."""
+    return owner in ("arena", "hybrid", "user_cache")
 
 
-def plan_reads(pool: "Pool", owner: str, direct_alignment_bytes: int) -> ReadPlan:
+def has_table(owner: str) -> bool:
+    """Whether a table says what an owner holds or admits."""
+    return owner in ("arena", "hybrid", "page_cache_admission")
+
+
+def default_miss_path(owner: str) -> str | None:
+    """How an owner reads what it does not hold or admit; null where all is read alike."""
+    return _MISSES.get(owner)
+
+
+def fills_page_cache(owner: str, miss_path: str | None) -> bool:
+    """Whether an owner may leave experts in the page cache."""
+    return owner in ("page_cache", "page_cache_mmap", "page_cache_admission") or (
+        owner in ("arena", "hybrid") and miss_path == "buffered"
+    )
+
+
+def reads_directly(owner: str, miss_path: str | None) -> bool:
+    """Whether an owner reads past the page cache, whatever it reads."""
+    return owner == "restream" or (holds_memory(owner) and miss_path == "direct")
+
+
+def paths_of(
+    owner: str, miss_path: str | None, num_objects: int, table: npt.NDArray[np.bool_] | None = None
+) -> npt.NDArray[np.uint8]:
+    """(O,) where each expert comes from unless it is held; `table` (O,) is what page_cache_admission admits."""
+    if owner in _ALONE:
+        return np.full(num_objects, _ALONE[owner], dtype=np.uint8)
+    assert miss_path is not None, "these owners have one"
+    paths = np.full(num_objects, _PATHS[miss_path], dtype=np.uint8)
+    if owner == "page_cache_admission":
+        assert table is not None, "it admits by a table"
+        paths[table] = BUFFERED
+    return paths
+
+
+def plan_reads(pool: "Pool", path: npt.NDArray[np.uint8], direct_alignment_bytes: int) -> ReadPlan:
     """Where each extent is read from and to; O_DIRECT widens a read to the alignment the device asks for.
 
     A slot is the same for every owner: room for the widened reads of the largest expert.
     """
     begin, wanted = pool.extent_offset_bytes, pool.extent_length_bytes
-    end = begin + wanted
-    offset, length = begin, wanted
-    if reads_directly(owner):
-        offset = begin // direct_alignment_bytes * direct_alignment_bytes
-        length = -(-end // direct_alignment_bytes) * direct_alignment_bytes - offset
-    room = -(-(wanted + 2 * direct_alignment_bytes) // _SLOT_ALIGNMENT_BYTES) * _SLOT_ALIGNMENT_BYTES
+    end, unit = begin + wanted, direct_alignment_bytes
+    is_direct = path[pool.extent_object] == DIRECT
+    offset = np.where(is_direct, begin // unit * unit, begin)
+    length = np.where(is_direct, -(-end // unit) * unit, end) - offset
+    room = -(-(wanted + 2 * unit) // _SLOT_ALIGNMENT_BYTES) * _SLOT_ALIGNMENT_BYTES
+    step = np.where(is_direct, unit, _HELD_ALIGNMENT_BYTES)
+    held = -(-length // step) * step
     first = pool.object_first_extent
-    start = np.cumsum(room) - room
-    of_object = np.repeat(start[first[:-1]], np.diff(first))
-    words = np.cumsum(wanted) - wanted
-    before = words - np.repeat(words[first[:-1]], np.diff(first))
-    if np.any(before % 8):
+    before = _within_object(wanted, first)
+    if pool.content is not None and np.any(before % 8):
         raise ValueError("an extent inside an expert starts at a place that is no multiple of 8 bytes")
     return ReadPlan(
+        path=path,
+        held_bytes=np.add.reduceat(held, first[:-1]),
         offset=offset.astype(np.int64),
         length=length.astype(np.int64),
         skip=(begin - offset).astype(np.int64),
         wanted=wanted.astype(np.int64),
-        slot_offset=(start - of_object).astype(np.int64),
-        first_word=(before // 8).astype(np.int64),
+        slot_offset=_within_object(room, first),
+        held_offset=_within_object(held, first),
+        first_word=before // 8,
         slot_bytes=int(np.add.reduceat(room, first[:-1]).max()),
     )
 
 
-def open_files(folder: Path, files: Sequence[str], owner: str, fadvise: str) -> list[int]:
-    """One descriptor per file, read-only, as the owner reads it.
+def _within_object(sizes: IntArray, first: IntArray) -> IntArray:
+    """(X,) where each extent begins if those of an object follow one another in so many bytes each."""
+    begins = np.cumsum(sizes) - sizes
+    within: IntArray = (begins - np.repeat(begins[first[:-1]], np.diff(first))).astype(np.int64)
+    return within
+
+
+@dataclass(frozen=True)
+class OpenFiles:
+    """Descriptors of the pool's files, −1 where a file is not read so: (F,) through the page cache and past it."""
+
+    buffered: list[int]
+    direct: list[int]
+
+    @property
+    def any(self) -> list[int]:
+        """(F,) one of each file, to ask for residency."""
+        return [first if first >= 0 else second for first, second in zip(self.buffered, self.direct, strict=True)]
+
+
+def open_files(
+    paths: Sequence[Path], ways: npt.NDArray[np.bool_], fadvise: str, uncached: bool, owner: str
+) -> OpenFiles:
+    """One descriptor per file and way it is read, read-only; ways: (F, 2) through the page cache, past it.
 
     Raises:
-        ReadPathRefused: no O_DIRECT here, or too few descriptors. OSError: a file cannot be opened.
+        ReadPathRefused: no O_DIRECT or RWF_DONTCACHE here, or too few descriptors. OSError: a file cannot be opened.
     """
-    _allow_descriptors(len(files) + _OTHER_DESCRIPTORS)
-    flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if reads_directly(owner) else 0)
-    descriptors = []
-    for name in files:
-        try:
-            descriptor = os.open(folder / name, flags)
-        except OSError as error:
-            if reads_directly(owner) and error.errno == 22:
-                raise ReadPathRefused(
-                    f"{folder / name}: its file system refuses O_DIRECT, which owner {owner} needs; put the pool on a "
-                    "local disk, or choose owner page_cache"
-                ) from None
+    _allow_descriptors(int(np.count_nonzero(ways)) + _OTHER_DESCRIPTORS)
+    found = OpenFiles([], [])
+    for path, (is_buffered, is_direct) in zip(paths, ways.tolist(), strict=True):
+        found.buffered.append(_opened(path, fadvise, owner) if is_buffered else -1)
+        found.direct.append(_opened_direct(path, owner) if is_direct else -1)
+    if uncached:
+        _check_uncached(
+            next((place, path) for place, path in zip(found.buffered, paths, strict=True) if place >= 0), owner
+        )
+    return found
+
+
+def _opened(path: Path, fadvise: str, owner: str) -> int:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if fadvise in _ADVICE:
+        os.posix_fadvise(descriptor, 0, 0, _ADVICE[fadvise])
+    return descriptor
+
+
+def _opened_direct(path: Path, owner: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
             raise
-        if not reads_directly(owner) and fadvise == "random":
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        descriptors.append(descriptor)
-    return descriptors
+        raise ReadPathRefused(
+            f"{path}: its file system refuses O_DIRECT, which owner {owner} needs; put the pool on a local disk, or "
+            "choose owner page_cache"
+        ) from None
+
+
+def _check_uncached(place: tuple[int, Path], owner: str) -> None:
+    descriptor, path = place
+    try:
+        os.preadv(descriptor, [bytearray(1)], 0, RWF_DONTCACHE)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        raise ReadPathRefused(
+            f"{path}: kernel or file system refuse RWF_DONTCACHE (Linux 6.14 and ext4, xfs or btrfs have it), which "
+            f"owner {owner} was asked to read with; choose owner restream, or --miss-path direct"
+        ) from None
 
 
 def _allow_descriptors(wanted: int) -> None:
@@ -114,10 +229,27 @@ def _allow_descriptors(wanted: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def map_files(descriptors: Sequence[int], sizes: Sequence[int]) -> tuple[list[mmap.mmap], list[int]]:
-    """Mappings of whole files for mincore, which touches no page of them, and their addresses."""
+def map_files(descriptors: Sequence[int], sizes: Sequence[int], fadvise: str) -> tuple[list[mmap.mmap], list[int]]:
+    """Mappings of whole files, of which no page is touched here, and their addresses."""
     mappings = [
         mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         for descriptor, size in zip(descriptors, sizes, strict=True)
     ]
+    if fadvise in _MAP_ADVICE:
+        for mapping in mappings:
+            mapping.madvise(_MAP_ADVICE[fadvise])
     return mappings, [int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data) for mapping in mappings]
+
+
+def ways_of(path: npt.NDArray[np.uint8], pool: "Pool", *, mapped: bool) -> npt.NDArray[np.bool_]:
+    """(F, 2) whether a file is read through the page cache, and past it; a file of no expert counts as the former.
+
+    mapped: every file is mapped, to ask for residency.
+    """
+    ways = np.zeros((len(pool.files), 2), dtype=np.bool_)
+    for way, chosen in enumerate((path != DIRECT, path == DIRECT)):
+        ways[pool.extent_file[chosen[pool.extent_object]], way] = True
+    if mapped:
+        ways[:, 0] = True
+    ways[~ways.any(axis=1), 0] = True
+    return ways

@@ -65,6 +65,25 @@ def knows_future(name: str) -> bool:
     return name in KERNELS and KERNELS[name].knows_future
 
 
+def residency_of(state: Any) -> tuple[npt.NDArray[Any], int]:
+    """(an array (O, …), the least value in it of an object that is resident), between two events of a state's kernel.
+
+    Pinned objects are resident whatever their value. Both are views: what a kernel decides shows in them.
+    """
+    if isinstance(state, recency.PinnedState):
+        state = state.stack
+    if isinstance(state, recency.RecencyState):
+        return state.slot, 0
+    if isinstance(state, recency.TableState):
+        return state.table.view(np.uint8), 1
+    if isinstance(state, queues.RandomState):
+        return state.place, 0
+    if isinstance(state, queues.HandState | queues.S3FifoState | queues.ArcState):
+        return state.flags, queues.LEAST_RESIDENT[type(state)]
+    array: npt.NDArray[Any] = state.resident
+    return array, 1
+
+
 def kernel_of(name: str, semantics: str, caches: Caches, parameters: Parameters) -> tuple[Any, Any]:
     """(the kernel that decides, a fresh state for it).
 

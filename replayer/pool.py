@@ -1,8 +1,9 @@
-"""Where each expert's bytes lie: a pool of safetensors files, planned, built, read back and verified.
+"""Where each expert's bytes lie: a pool of safetensors files, planned, built or mapped, read back and verified.
 
-`plan_pool` decides names, headers and extents; `build_pool` writes them; `read_pool` takes the manifest that was
-published last; `verify_pool` holds the files against it. What the bytes are is in `content`; reading them during a
-replay does not belong here.
+`plan_pool` decides names, headers and extents of a synthetic pool and `build_pool` writes them; `map_pool` makes a pool
+of a checkpoint's files where they lie. `read_pool` takes the manifest that was published last; `verify_pool` holds the
+files against it. What synthetic bytes are is in `content`, how checkpoints are read in `checkpoints`; reading experts
+during a replay does not belong here.
 
 Letters: L layers, O experts of all layers, X extents, F files. An *object* is a (layer, expert) numbered
 `layer_first_object[layer ordinal] + expert`, as in `trace`.
@@ -20,9 +21,9 @@ import os
 import queue
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, TypeVar
@@ -33,6 +34,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from replayer.checkpoints import LeftOut, find_experts, slices_in_file
 from replayer.content import CONTENT_VERSION, bytes_of, expert_key, fill, wrong_words
 from replayer.machine import Storage, storage_of
 from replayer.quantities import format_bytes
@@ -43,11 +45,14 @@ IntArray = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 POOL_LAYOUTS = ("per_expert", "per_layer", "stacked")
+"""What can be built."""
+MAPPED = "mapped"
+"""The layout of a pool whose files are a checkpoint's, in place."""
 CONTENT_CHECKS = ("none", "sampled", "all")
 SYNTHETIC = f"synthetic_v{CONTENT_VERSION}"
 MANIFEST = "pool.parquet"
 METADATA_KEY = b"expert_tier_pool"
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 PARTS = ("gate_proj", "up_proj", "down_proj")
 PACKED = 1
 """The alignment of a pool whose experts follow one another and start at no page on purpose."""
@@ -55,6 +60,8 @@ MAX_ALIGNMENT_BYTES = 2**20
 MIN_EXPERT_BYTES = 24
 """Three slices of one word each."""
 
+_ID_VERSION = "1.0"
+"""Of what a pool's id is made of; a later format of the manifest leaves ids as they are."""
 _REQUEST = ".request.json"
 _WORD_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
@@ -106,13 +113,28 @@ class _Stopped(Exception):
     """Ends a thread early because another failed; never leaves this module."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What a pool was mapped from.
+
+    `model` is the path that was named, `scheme` the format and how names of experts are made; extent_part: (X,) the
+    tensor of an extent, as it is called below its expert; `left_out` are tensors that the pool leaves out on purpose.
+    """
+
+    model: str
+    scheme: str
+    extent_part: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PoolPlan:
     """The files of a pool and the extents of each expert in them.
 
-    file_bytes: (F,). Object o has the extents `[object_first_extent[o], object_first_extent[o + 1])`, in the order of
-    its bytes; layer_first_object: (L + 1,), object_first_extent: (O + 1,), extent_file, extent_offset_bytes and
-    extent_length_bytes: (X,). `content` names the function the bytes come from, null if they come from a checkpoint.
+    `files` are names below the pool's folder, or absolute paths where the pool is mapped. file_bytes: (F,). Object o
+    has the extents `[object_first_extent[o], object_first_extent[o + 1])`, in the order of its bytes;
+    layer_first_object: (L + 1,), object_first_extent: (O + 1,), extent_file, extent_offset_bytes and
+    extent_length_bytes: (X,). `content` names the function the bytes come from, null if they come from a `checkpoint`.
     Every extent starts at a multiple of `alignment_bytes` (PACKED: at any).
     """
 
@@ -128,11 +150,12 @@ class PoolPlan:
     extent_file: npt.NDArray[np.int32]
     extent_offset_bytes: IntArray
     extent_length_bytes: IntArray
+    checkpoint: Checkpoint | None = None
 
     @cached_property
     def pool_id(self) -> str:
-        """Names what the pool is, wherever it lies."""
-        said = [SCHEMA_VERSION, self.layout, self.content, self.alignment_bytes, self.moe_layer_ids]
+        """Names what the pool is, wherever it lies; a mapped pool is known by nothing but where its files lie."""
+        said = [_ID_VERSION, self.layout, self.content, self.alignment_bytes, self.moe_layer_ids]
         digest = hashlib.sha256(json.dumps([*said, self.experts_per_layer, self.files]).encode())
         for numbers in (
             self.file_bytes,
@@ -194,6 +217,12 @@ class Pool(PoolPlan):
     folder: Path
     unsuitable_storage: str | None
 
+    @cached_property
+    def paths(self) -> tuple[Path, ...]:
+        """(F,) where each file lies."""
+        # An absolute name, as mapped pools have, stands for itself.
+        return tuple(self.folder / name for name in self.files)
+
 
 @dataclass(frozen=True)
 class CheckOutcome:
@@ -226,18 +255,31 @@ class _File(_Model):
     bytes: Annotated[int, Field(ge=0, le=MAX_FILE_BYTES, strict=True)]
 
 
+class _LeftOut(_Model):
+    reason: Annotated[str, Field(max_length=4096)]
+    tensors: Annotated[int, Field(ge=1, strict=True)]
+    bytes: Annotated[int, Field(ge=0, strict=True)]
+
+
+class _Checkpoint(_Model):
+    model: Annotated[str, Field(max_length=4096)]
+    scheme: Annotated[str, Field(max_length=4096)]
+    left_out: list[_LeftOut]
+
+
 class _Metadata(_Model):
-    """The JSON in the manifest's Parquet metadata; the rows hold the extents."""
+    """The JSON in the manifest's Parquet metadata; the rows hold the extents. `checkpoint` came with format 1.1."""
 
     schema_version: str
     pool_id: str
-    layout: Literal["per_expert", "per_layer", "stacked"]
+    layout: Literal["per_expert", "per_layer", "stacked", "mapped"]
     content: str | None
     alignment_bytes: Annotated[int, Field(ge=1, le=MAX_ALIGNMENT_BYTES, strict=True)]
     moe_layer_ids: list[LayerId]
     experts_per_layer: list[NumExperts]
     files: list[_File]
     unsuitable_storage: str | None
+    checkpoint: _Checkpoint | None = None
 
 
 def plan_pool(
@@ -410,26 +452,18 @@ def build_pool(plan: PoolPlan, out: Path, *, progress: Progress | None = None, a
         NoRoom: the pool does not fit, or the device was full half-way.
         OSError: it cannot be written.
     """
+    assert plan.checkpoint is None, "a checkpoint is mapped, not built"
     storage = storage_of(_nearest_existing(out))
     unsuitable = _refuse_unsuitable(out, storage, allow_unsuitable)
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
-    out.mkdir(parents=True, exist_ok=True)
-    with _only_builder(out):
-        try:
-            remove_stale(out)
-            finished = _held_already(plan, out)
-            _remove_leftovers(plan, out)
-            missing = [file for file in range(len(plan.files)) if not _is_complete(plan, out, file)]
-            if finished is not None and not missing:
-                if progress:
-                    progress(int(plan.file_bytes.sum()), int(plan.file_bytes.sum()))
-                return finished
-            _check_room(plan, out, missing)
-        except BaseException:
-            for folder in made:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-            raise
+    with _made_by_one(out) as made:
+        finished = _held_already(plan, out)
+        _remove_leftovers(plan, out)
+        missing = [file for file in range(len(plan.files)) if not _is_complete(plan, out, file)]
+        if finished is not None and not missing:
+            if progress:
+                progress(int(plan.file_bytes.sum()), int(plan.file_bytes.sum()))
+            return finished
+        _check_room(plan, out, missing)
         with publish(out / _REQUEST) as temporary:
             temporary.write_text(_request_of(plan).model_dump_json())
         (out / MANIFEST).unlink(missing_ok=True)
@@ -439,11 +473,95 @@ def build_pool(plan: PoolPlan, out: Path, *, progress: Progress | None = None, a
         _write_files(plan, out, missing, progress)
         for folder in {*folders, out, *(folder.parent for folder in made)}:
             _sync_folder(folder)
-        values = {field.name: getattr(plan, field.name) for field in fields(PoolPlan)}
-        pool = Pool(**values, folder=out, unsuitable_storage=unsuitable)
+        pool = _pool_in(out, plan, unsuitable)
         _write_manifest(pool)
         (out / _REQUEST).unlink()
     return pool
+
+
+def map_pool(model: Path, out: Path, *, allow_unsuitable: bool = False) -> Pool:
+    """Makes a pool in the folder `out` of the routed experts of a checkpoint, whose files stay where they are.
+
+    `model` is a folder of safetensors files, one such file, or a GGUF file (any part of a split one). Only headers are
+    read, and only the manifest is written; it names the real paths of the files. A pool of the same files that is there
+    already is left as it is.
+
+    Raises:
+        MalformedCheckpoint: the checkpoint cannot be taken as it is.
+        UnsuitableStorage: a file of it is on an unsuitable file system, and that is not allowed.
+        PoolMismatch: the folder holds another pool, or something else. MalformedPool: it holds a damaged manifest.
+        PoolBusy: another process builds or replays there. OSError: a file cannot be read, or the manifest not written.
+    """
+    plan = plan_mapped(model)
+    reasons = []
+    for storage, path in _places_of_paths([Path(name) for name in plan.files]).values():
+        if reason := _refuse_unsuitable(path, storage, allow_unsuitable):
+            reasons.append(reason)
+    with _made_by_one(out) as made:
+        finished = _held_already(plan, out)
+        if finished is not None:
+            return finished
+        pool = _pool_in(out, plan, "; ".join(dict.fromkeys(reasons)) or None)
+        _write_manifest(pool)
+        for folder in {folder.parent for folder in made}:
+            _sync_folder(folder)
+    return pool
+
+
+def plan_mapped(model: Path) -> PoolPlan:
+    """Where the routed experts of a checkpoint lie; reads headers and writes nothing.
+
+    Raises:
+        MalformedCheckpoint: the checkpoint cannot be taken as it is. OSError: a file cannot be read.
+    """
+    experts = find_experts(model)
+    slices = experts.slices
+    numbers = np.array([(one.layer_id, one.expert_id, one.file, *one[4:]) for one in slices], dtype=np.int64)  # (X, 5)
+    layer, expert, file, offset, length = (np.ascontiguousarray(column) for column in numbers.T)
+    per_layer = tuple(experts.experts_per_layer.values())
+    first_object = np.concatenate([[0], np.cumsum(per_layer)]).astype(np.int64)
+    extent_object = first_object[np.searchsorted(np.array(list(experts.experts_per_layer)), layer)] + expert
+    return PoolPlan(
+        layout=MAPPED,
+        content=None,
+        alignment_bytes=PACKED,
+        moe_layer_ids=tuple(experts.experts_per_layer),
+        experts_per_layer=per_layer,
+        files=tuple(str(path) for path in experts.files),
+        file_bytes=np.array(experts.file_bytes, dtype=np.int64),
+        layer_first_object=first_object,
+        object_first_extent=np.searchsorted(extent_object, np.arange(first_object[-1] + 1)).astype(np.int64),
+        extent_file=file.astype(np.int32),
+        extent_offset_bytes=offset,
+        extent_length_bytes=length,
+        checkpoint=Checkpoint(
+            model=os.fsencode(model.absolute()).decode(errors="backslashreplace"),
+            scheme=experts.scheme,
+            extent_part=tuple(one.part for one in slices),
+            left_out=experts.left_out,
+        ),
+    )
+
+
+def _pool_in(folder: Path, plan: PoolPlan, unsuitable_storage: str | None) -> Pool:
+    values = {field.name: getattr(plan, field.name) for field in fields(PoolPlan)}
+    return Pool(**values, folder=folder, unsuitable_storage=unsuitable_storage)
+
+
+@contextlib.contextmanager
+def _made_by_one(out: Path) -> Iterator[list[Path]]:
+    """The folder, made and locked; yields the folders that were made, which go again if nothing comes to lie there."""
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    out.mkdir(parents=True, exist_ok=True)
+    with _only_builder(out):
+        try:
+            remove_stale(out)
+            yield made
+        except BaseException:
+            for folder in made:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            raise
 
 
 def _nearest_existing(path: Path) -> Path:
@@ -518,7 +636,9 @@ def _held_already(plan: PoolPlan, out: Path) -> Pool | None:
 def _read_request(path: Path) -> PoolPlan:
     try:
         request = _Request.model_validate_json(path.read_bytes())
-        if (request.schema_version, request.content) != (SCHEMA_VERSION, SYNTHETIC):
+        # Formats of one major number ask for a build in the same words.
+        same_format = request.schema_version.split(".")[0] == SCHEMA_VERSION.split(".")[0]
+        if not same_format or request.content != SYNTHETIC:
             raise PoolMismatch(
                 f"{path.parent}: holds an unfinished pool of format {request.schema_version} and content "
                 f"{request.content}, this version writes {SCHEMA_VERSION} and {SYNTHETIC}; remove the folder"
@@ -539,7 +659,12 @@ def _first_difference(held: PoolPlan, wanted: PoolPlan) -> str:
         if getattr(held, name) != getattr(wanted, name):
             return f"{name} {getattr(held, name)}, wanted {getattr(wanted, name)}"
     shape = _first_difference_of_experts(held, wanted.moe_layer_ids, wanted.experts_per_layer, wanted.object_bytes)
-    return shape or f"pool_id {held.pool_id}, wanted {wanted.pool_id}"
+    if shape is not None:
+        return shape
+    for own, other in zip(held.files, wanted.files, strict=False):
+        if own != other:
+            return f"file {own}, wanted {other}"
+    return f"pool_id {held.pool_id}, wanted {wanted.pool_id}"
 
 
 def _first_difference_of_experts(
@@ -773,6 +898,8 @@ _MANIFEST_SCHEMA = pa.schema(
 
 def _parts_of(plan: PoolPlan) -> list[str]:
     """(X,) what an extent holds of its expert."""
+    if plan.checkpoint is not None:
+        return list(plan.checkpoint.extent_part)
     return list(PARTS) * plan.num_objects if plan.layout == "stacked" else ["expert"] * plan.num_objects
 
 
@@ -790,6 +917,12 @@ def _write_manifest(pool: Pool) -> None:
                 {"name": name, "bytes": size} for name, size in zip(pool.files, pool.file_bytes.tolist(), strict=True)
             ],
             "unsuitable_storage": pool.unsuitable_storage,
+            "checkpoint": pool.checkpoint
+            and {
+                "model": pool.checkpoint.model,
+                "scheme": pool.checkpoint.scheme,
+                "left_out": [asdict(one) for one in pool.checkpoint.left_out],
+            },
         }
     )
     table = pa.table(
@@ -815,7 +948,9 @@ def read_pool(folder: Path) -> Pool:
     path = folder / MANIFEST
     if not path.exists():
         why = "an unfinished pool: start the same build again" if (folder / _REQUEST).exists() else "no pool"
-        raise MalformedPool(f"{folder}: holds no {MANIFEST}, so this is {why}; wanted a folder of replayer pool build")
+        raise MalformedPool(
+            f"{folder}: holds no {MANIFEST}, so this is {why}; wanted a folder of replayer pool build or map"
+        )
     try:
         table = pq.read_table(path, schema=None)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -846,11 +981,19 @@ def _fault_of_metadata(metadata: _Metadata) -> str | None:
     layers = metadata.moe_layer_ids
     if not layers or sorted(set(layers)) != layers or len(metadata.experts_per_layer) != len(layers):
         return "moe_layer_ids that do not ascend or have no number of experts each"
+    is_mapped = metadata.content is None
+    if is_mapped != (metadata.layout == MAPPED) or is_mapped != (metadata.checkpoint is not None):
+        return f"content {metadata.content} in layout {metadata.layout}, wanted content exactly where none is mapped"
+    if is_mapped and metadata.alignment_bytes != PACKED:
+        return f"alignment_bytes {metadata.alignment_bytes} of a mapped pool, wanted {PACKED}"
     names = [file.name for file in metadata.files]
     for name in names:
         parts = PurePosixPath(name)
-        if not parts.parts or "\0" in name or parts.is_absolute() or ".." in parts.parts or str(parts) != name:
-            return f"file {name!r}, wanted a name below the folder, as plain as can be"
+        # Two slashes in front are a root of their own to POSIX.
+        plain = parts.parts and "\0" not in name and ".." not in parts.parts and str(parts) == name
+        if not plain or parts.is_absolute() != is_mapped or name.startswith("//"):
+            wanted = "an absolute path" if is_mapped else "a name below the folder"
+            return f"file {name!r}, wanted {wanted}, as plain as can be"
     if len(set(names)) != len(names):
         return "a file that is named twice"
     return None
@@ -876,6 +1019,14 @@ def _pool_of(folder: Path, metadata: _Metadata, table: pa.Table) -> Pool:
     offsets, lengths = (table.column(name).to_numpy() for name in ("offset_bytes", "length_bytes"))
     if np.any(offsets < 0) or np.any(lengths <= 0) or np.any(lengths > file_bytes[extent_file] - offsets):
         raise _damaged(path, "an extent that leaves its file")
+    checkpoint = None
+    if metadata.checkpoint is not None:
+        checkpoint = Checkpoint(
+            model=metadata.checkpoint.model,
+            scheme=metadata.checkpoint.scheme,
+            extent_part=tuple(table.column("part").to_pylist()),
+            left_out=tuple(LeftOut(one.reason, one.tensors, one.bytes) for one in metadata.checkpoint.left_out),
+        )
     pool = Pool(
         layout=metadata.layout,
         content=metadata.content,
@@ -889,10 +1040,11 @@ def _pool_of(folder: Path, metadata: _Metadata, table: pa.Table) -> Pool:
         extent_file=extent_file,
         extent_offset_bytes=offsets,
         extent_length_bytes=lengths,
+        checkpoint=checkpoint,
         folder=folder,
         unsuitable_storage=metadata.unsuitable_storage,
     )
-    if np.any(pool.extent_begin_bytes % 8):
+    if pool.content is not None and np.any(pool.extent_begin_bytes % 8):
         raise _damaged(path, "an extent that starts at a place in its expert that is no multiple of 8 bytes")
     order = np.lexsort((offsets, extent_file))
     follows = extent_file[order][1:] == extent_file[order][:-1]
@@ -906,7 +1058,7 @@ def _pool_of(folder: Path, metadata: _Metadata, table: pa.Table) -> Pool:
 
 
 def _damaged(path: Path, what: str) -> MalformedPool:
-    return MalformedPool(f"{path}: {what}; remove the file and start the same build again")
+    return MalformedPool(f"{path}: {what}; remove the file and start the same build or map again")
 
 
 def _first_line(error: BaseException) -> str:
@@ -926,10 +1078,39 @@ def check_against_trace(pool: PoolPlan, metadata: TraceMetadata) -> None:
     difference = _first_difference_of_experts(pool, metadata.moe_layer_ids, metadata.experts_per_layer, sizes)
     if difference is not None:
         where = f"{pool.folder}: " if isinstance(pool, Pool) else ""
-        raise PoolMismatch(
-            f"{where}{pool.pool_id} does not fit trace {metadata.trace_id}: {difference}; build one with replayer pool "
-            "build --trace"
-        )
+        remedy = "build one with replayer pool build --trace"
+        if pool.checkpoint is not None:
+            remedy = f"map the checkpoint that the trace was recorded from, or {remedy}"
+        raise PoolMismatch(f"{where}{pool.pool_id} does not fit trace {metadata.trace_id}: {difference}; {remedy}")
+
+
+def pool_storages(pool: Pool) -> tuple[Storage, ...]:
+    """The storage of the pool's files, one per device, in the order of the first file on each.
+
+    A file that is missing lies on no device; where all are, it is the storage they would lie on.
+
+    Raises:
+        OSError: a path is not reachable, or the kernel does not tell its mount.
+    """
+    return tuple(storage for storage, _ in _places_of(pool).values())
+
+
+def _places_of(pool: Pool) -> dict[int, tuple[Storage, Path]]:
+    """st_dev → its storage, and a path on it. All files of a synthetic pool belong on the device of its folder."""
+    if pool.checkpoint is None:
+        return _places_of_paths([pool.folder])
+    return _places_of_paths(pool.paths)
+
+
+def _places_of_paths(paths: Sequence[Path]) -> dict[int, tuple[Storage, Path]]:
+    first: dict[int, Path] = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            first.setdefault(path.lstat().st_dev, path)
+    if not first:
+        nearest = _nearest_existing(paths[0])
+        return {nearest.stat().st_dev: (storage_of(nearest), paths[0])}
+    return {device: (storage_of(path), path) for device, path in first.items()}
 
 
 def verify_pool(
@@ -942,9 +1123,12 @@ def verify_pool(
 ) -> list[CheckOutcome]:
     """Holds every file of the pool against the manifest: storage, length, holes, header, content.
 
+    Each file is judged by the device it lies on. Of a mapped pool the header is read afresh, and experts' tensors must
+    lie where the manifest says; what they must hold is not known, so content is not checked.
+
     `content` is `none`, `sampled` (first and last page of every extent and one page between, chosen by `seed`) or
-    `all`. Files are dropped from the page cache first, so that content is what the device holds, and again afterwards.
-    Needs 4 MiB a thread.
+    `all`. Files are dropped from the page cache first, so that content is what the device holds, and again afterwards;
+    those of a mapped pool are left there, since others may be using them. Needs 4 MiB a thread.
 
     Raises:
         UnsuitableStorage: the file system is unsuitable, and that is not allowed.
@@ -955,8 +1139,11 @@ def verify_pool(
         raise ValueError(f"content {content!r}, wanted one of {', '.join(CONTENT_CHECKS)}")
     if pool.content is not None:
         check_planned(pool)
-    storage = storage_of(_nearest_existing(pool.folder))
-    marked = _refuse_unsuitable(pool.folder, storage, allow_unsuitable)
+    else:
+        content = "none"
+    places = _places_of(pool)
+    marks = [_refuse_unsuitable(path, storage, allow_unsuitable) for storage, path in places.values()]
+    devices = {device: storage for device, (storage, _) in places.items()}
     stop = threading.Event()
     buffers: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
     for _ in range(_WRITERS):
@@ -965,7 +1152,7 @@ def verify_pool(
     def verify(file: int) -> tuple[int, dict[str, str]]:
         buffer = buffers.get()
         try:
-            return file, _faults_of_file(pool, file, storage, content, seed, buffer, stop)
+            return file, _faults_of_file(pool, file, devices, content, seed, buffer, stop)
         finally:
             buffers.put(buffer)
 
@@ -977,22 +1164,27 @@ def verify_pool(
         done_bytes += int(pool.file_bytes[file])
         if progress:
             progress(done_bytes, total_bytes)
-    where = f"{storage.filesystem} on {storage.device or 'no device'}"
+    where = [
+        f"{storage.filesystem} on {storage.device or 'no device'}" + (f": {storage.reason}" if mark else "")
+        for storage, mark in zip(devices.values(), marks, strict=True)
+    ]
     outcomes = [
         CheckOutcome(
             "storage",
             "a file system on a disk of this machine" + (", or any (--allow-unsuitable)" if allow_unsuitable else ""),
-            f"{where}: {storage.reason}" if marked else where,
+            "; ".join(where),
             True,
         )
     ]
+    compressed = any(storage.kind == "compressed" for storage in devices.values())
     wanted = {
         "length": f"{len(pool.files)} files of {int(pool.file_bytes.sum())} bytes in all",
-        "holes": "every byte allocated" + (_COMPRESSED if storage.kind == "compressed" else ""),
+        "holes": "every byte allocated" + (_COMPRESSED if compressed else ""),
+        "header": "safetensors headers that agree with the manifest"
+        if pool.content is not None
+        else "tensors of experts where the manifest says",
     }
-    if pool.content is not None:
-        wanted["header"] = "safetensors headers that agree with the manifest"
-    if content != "none" and pool.content is not None:
+    if content != "none":
         wanted["content"] = f"{pool.content} in {'every byte' if content == 'all' else 'the sampled pages'}"
     for name, what in wanted.items():
         outcomes.append(CheckOutcome(name, what, _in_words(pool, faults[name]), not faults[name]))
@@ -1022,16 +1214,21 @@ def check_planned(pool: Pool) -> None:
         raise _damaged(path, f"extents other than those of layout {pool.layout} ({pool.pool_id}, not {plan.pool_id})")
 
 
-def check_files(pool: Pool, storage: Storage) -> None:
-    """Looks at every file of the pool, not at its content: regular, whole, on the folder's device, without holes.
+def check_files(pool: Pool, *storages: Storage) -> None:
+    """Looks at every file of the pool, not at its content: regular, whole, without holes, and on a device that counts.
+
+    `storages` are the pool's, as `pool_storages` gives them; asked for if left out. A file of a synthetic pool must lie
+    on the device of the folder, and none of a mapped pool may have a link on its way.
 
     Raises:
         MalformedPool: a file is something else; names the first. OSError: one is missing or cannot be opened.
     """
-    device = pool.folder.stat().st_dev
-    for file, name in enumerate(pool.files):
-        path = pool.folder / name
-        descriptor = _opened_regular(path, device)
+    places = _places_of(pool)
+    devices = {device: storage for device, (storage, _) in places.items()}
+    if storages:
+        devices = dict(zip(devices, storages, strict=False))
+    for file, path in enumerate(pool.paths):
+        descriptor, storage = _opened_regular(pool, path, devices)
         try:
             size = os.fstat(descriptor).st_size
             if size != pool.file_bytes[file]:
@@ -1041,17 +1238,34 @@ def check_files(pool: Pool, storage: Storage) -> None:
         finally:
             os.close(descriptor)
         if fault is not None:
-            raise MalformedPool(f"{path}: {fault}; remove the file and start the same build again")
+            remedy = "remove the file and start the same build again"
+            if pool.checkpoint is not None:
+                remedy = "put the file back as it was, or remove the manifest and map the checkpoint again"
+            raise MalformedPool(f"{path}: {fault}; {remedy}")
 
 
-def _opened_regular(path: Path, device: int) -> int:
-    """A descriptor of a regular file of that device; neither follows a link nor waits for the other end of a pipe."""
+def _opened_regular(pool: Pool, path: Path, devices: Mapping[int, Storage]) -> tuple[int, Storage]:
+    """A descriptor of a regular file, and its storage; neither follows a link nor waits for the other end of a pipe."""
+    if fault := _fault_of_place(pool, path, devices):
+        raise MalformedPool(f"{path}: {fault}; put the file itself there")
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    storage = devices.get(os.fstat(descriptor).st_dev)
+    if storage is None:
+        os.close(descriptor)
+        raise MalformedPool(f"{path}: replaced while it was opened; leave the pool alone while it is used")
+    return descriptor, storage
+
+
+def _fault_of_place(pool: Pool, path: Path, devices: Mapping[int, Storage]) -> str | None:
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
-        raise MalformedPool(f"{path}: no regular file; put the file itself there")
-    if found.st_dev != device:
-        raise MalformedPool(f"{path}: on another device than the pool's folder; put all files on one device")
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return "no regular file"
+    # Links were followed when the pool was mapped; one that came later may lead elsewhere.
+    if pool.checkpoint is not None and os.path.realpath(path) != str(path):
+        return "a link on its way"
+    if found.st_dev not in devices:
+        return "on another device than the pool's " + ("folder" if pool.checkpoint is None else "other files")
+    return None
 
 
 _COMPRESSED = " (the allocated size is not judged: the file system compresses)"
@@ -1067,41 +1281,44 @@ def _in_words(pool: Pool, faults: dict[int, str]) -> str:
 
 
 def _faults_of_file(
-    pool: Pool, file: int, storage: Storage, content: str, seed: int, buffer: Bytes, stop: threading.Event
+    pool: Pool,
+    file: int,
+    devices: Mapping[int, Storage],
+    content: str,
+    seed: int,
+    buffer: Bytes,
+    stop: threading.Event,
 ) -> dict[str, str]:
     """Check → what is wrong with the file; an unreadable file is a fault of the check that could not read it."""
-    path = pool.folder / pool.files[file]
+    path = pool.paths[file]
     faults: dict[str, str] = {}
     check = "length"
     descriptor = None
     try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode):
-            return {"length": "no regular file"}
-        if found.st_dev != pool.folder.stat().st_dev:
-            return {"length": "on another device than the pool's folder"}
+        if fault := _fault_of_place(pool, path, devices):
+            return {"length": fault}
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        found = os.fstat(descriptor)
         if found.st_size != pool.file_bytes[file]:
             faults["length"] = f"{found.st_size} bytes, wanted {pool.file_bytes[file]}"
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        if pool.checkpoint is None:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         check = "holes"
-        if fault := _fault_of_allocation(descriptor, judge_blocks=storage.kind != "compressed"):
+        storage = devices.get(found.st_dev)
+        if fault := _fault_of_allocation(descriptor, judge_blocks=storage is None or storage.kind != "compressed"):
             faults["holes"] = fault
         check = "header"
-        if pool.content is not None and (fault := _fault_of_header(pool, file, descriptor)):
+        if fault := _fault_of_header(pool, file, descriptor):
             faults["header"] = fault
         check = "content"
-        if (
-            content != "none"
-            and pool.content is not None
-            and (fault := _fault_of_content(pool, file, descriptor, content, seed, buffer, stop))
-        ):
+        if content != "none" and (fault := _fault_of_content(pool, file, descriptor, content, seed, buffer, stop)):
             faults["content"] = fault
     except OSError as error:
         faults[check] = error.strerror or str(error)
     finally:
         if descriptor is not None:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if pool.checkpoint is None:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
     return faults
 
@@ -1126,6 +1343,8 @@ def _fault_of_allocation(descriptor: int, *, judge_blocks: bool) -> str | None:
 
 
 def _fault_of_header(pool: Pool, file: int, descriptor: int) -> str | None:
+    if pool.checkpoint is not None:
+        return _fault_of_tensors(pool, pool.checkpoint, file)
     wanted = _header_of(pool, file)
     found = os.pread(descriptor, len(wanted), 0)
     if found == wanted:
@@ -1134,6 +1353,29 @@ def _fault_of_header(pool: Pool, file: int, descriptor: int) -> str | None:
     if differs is None:
         return f"ends after {len(found)} bytes, wanted {len(wanted)}"
     return f"other than planned from byte {differs} on"
+
+
+def _fault_of_tensors(pool: Pool, checkpoint: Checkpoint, file: int) -> str | None:
+    """What a fresh reading of a checkpoint file's header says that the manifest does not."""
+    experts_per_layer = dict(zip(pool.moe_layer_ids, pool.experts_per_layer, strict=True))
+    found = slices_in_file(pool.paths[file], experts_per_layer)
+    wanted = {
+        (*_expert_of(pool, extent), checkpoint.extent_part[extent]): (
+            int(pool.extent_offset_bytes[extent]),
+            int(pool.extent_length_bytes[extent]),
+        )
+        for extent in pool.extents_of(file).tolist()
+    }
+    differs = [place for place in wanted.keys() | found.keys() if wanted.get(place) != found.get(place)]
+    if not differs:
+        return None
+    layer_id, expert_id, part = first = min(differs)
+    own, other = (
+        "no such tensor" if one is None else f"{one[1]} bytes at byte {one[0]}"
+        for one in (found.get(first), wanted.get(first))
+    )
+    more = f", and {len(differs) - 1} more differ" if len(differs) > 1 else ""
+    return f"layer {layer_id}, expert {expert_id}, {part}: {own}, the manifest has {other}{more}"
 
 
 def _fault_of_content(

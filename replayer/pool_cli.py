@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replayer.command import Parser, byte_size, count
-from replayer.machine import Storage, storage_of
+from replayer.machine import Storage
 from replayer.pool import (
     CONTENT_CHECKS,
     PACKED,
@@ -20,7 +21,9 @@ from replayer.pool import (
     Pool,
     UnusablePlan,
     build_pool,
+    map_pool,
     plan_pool,
+    pool_storages,
     read_pool,
     verify_pool,
 )
@@ -35,6 +38,14 @@ examples:
 
 A build that was stopped goes on when it is started again with the same arguments.
 """
+_MAP_EPILOG = """\
+examples:
+  replayer pool map models/OLMoE-1B-7B --out POOL
+  replayer pool map ~/.cache/huggingface/hub/models--ORG--NAME/snapshots/COMMIT --out POOL
+  replayer pool map models/model-Q4_K_M-00001-of-00003.gguf --out POOL
+
+Only headers are read, and only POOL/pool.parquet is written. The checkpoint must stay where it is.
+"""
 _VERIFY_EPILOG = """\
 examples:
   replayer pool verify POOL
@@ -45,8 +56,8 @@ Exits 1 when a check does not hold.
 
 
 def add_pool_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds `pool build` and `pool verify` to the subparsers of a command line."""
-    pool = commands.add_parser("pool", help="build and verify the files that a replay reads")
+    """Adds `pool build`, `pool map` and `pool verify` to the subparsers of a command line."""
+    pool = commands.add_parser("pool", help="build, map and verify the files that a replay reads")
     leaves = pool.add_subparsers(dest="pool_command", required=True, metavar="COMMAND", parser_class=Parser)
     build = leaves.add_parser(
         "build",
@@ -76,6 +87,22 @@ def add_pool_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
     build.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the pool")
     _add_shared(build)
     build.set_defaults(run=_build)
+    mapped = leaves.add_parser(
+        "map",
+        help="make a pool of a checkpoint's files, in place",
+        description="Finds the routed experts of a safetensors or GGUF checkpoint and notes where they lie.",
+        epilog=_MAP_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    mapped.add_argument(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="a folder of safetensors files, one such file, or a GGUF file (any part of a split one)",
+    )
+    mapped.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the pool, not the model's")
+    _add_shared(mapped)
+    mapped.set_defaults(run=_map)
     verify = leaves.add_parser(
         "verify",
         help="hold the files of a pool against its manifest",
@@ -88,7 +115,8 @@ def add_pool_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
         "--content",
         choices=CONTENT_CHECKS,
         default="sampled",
-        help="sampled (default): first, last and one page between of every extent; all; none",
+        help="sampled (default): first, last and one page between of every extent; all; none; what a mapped pool must "
+        "hold is not known, so there it is none",
     )
     verify.add_argument("--seed", type=count, default=0, help="chooses the page between")
     _add_shared(verify)
@@ -124,9 +152,9 @@ def _build(arguments: argparse.Namespace) -> int:
     finally:
         progress.end()
     file_bytes = int(pool.file_bytes.sum())
-    storage = storage_of(pool.folder)
+    storages = pool_storages(pool)
     if arguments.json:
-        document = _identity(pool, storage)
+        document = _identity(pool, storages)
         document["kept_bytes"] = progress.first_bytes
         document["written_bytes"] = file_bytes - progress.first_bytes
         print(json.dumps(document))
@@ -138,8 +166,43 @@ def _build(arguments: argparse.Namespace) -> int:
     else:
         what = "complete"
     print(f"{_described(pool)}, {what}")
-    print(f"  {_where(storage)}")
+    _print_places(storages)
     return 0
+
+
+def _map(arguments: argparse.Namespace) -> int:
+    pool = map_pool(arguments.model, arguments.out, allow_unsuitable=arguments.allow_unsuitable)
+    storages = pool_storages(pool)
+    checkpoint = pool.checkpoint
+    assert checkpoint is not None, "a pool in that layout was mapped"
+    if arguments.json:
+        document = _identity(pool, storages)
+        document["checkpoint"] = checkpoint.model
+        document["scheme"] = checkpoint.scheme
+        document["parts"] = sorted(set(checkpoint.extent_part))
+        document["moe_layer_ids"] = list(pool.moe_layer_ids)
+        document["experts_per_layer"] = list(pool.experts_per_layer)
+        document["expert_bytes_min"] = int(pool.object_bytes.min())
+        document["expert_bytes_max"] = int(pool.object_bytes.max())
+        document["left_out"] = [dataclasses.asdict(one) for one in checkpoint.left_out]
+        print(json.dumps(document))
+        return 0
+    print(_described(pool))
+    print(f"  {checkpoint.scheme}: {', '.join(sorted(set(checkpoint.extent_part)))}")
+    layers, experts = pool.moe_layer_ids, pool.experts_per_layer
+    which = f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
+    print(
+        f"  {which}, {_range(min(experts), max(experts), str)} experts each, "
+        f"{_range(int(pool.object_bytes.min()), int(pool.object_bytes.max()), format_bytes)} an expert"
+    )
+    for one in checkpoint.left_out:
+        print(f"  left out: {one.reason} ({one.tensors} tensors, {format_bytes(one.bytes)})")
+    _print_places(storages)
+    return 0
+
+
+def _range(least: int, most: int, shown: Callable[[int], str]) -> str:
+    return shown(least) if least == most else f"{shown(least)} to {shown(most)}"
 
 
 def _sizes(metadata: TraceMetadata, expert_bytes: int | None) -> int | npt.NDArray[np.int64]:
@@ -173,17 +236,19 @@ def _verify(arguments: argparse.Namespace) -> int:
     finally:
         progress.end()
     holds = all(check.held for check in checks)
-    storage = storage_of(pool.folder)
+    storages = pool_storages(pool)
     if arguments.json:
-        document = _identity(pool, storage)
-        document["content_checked"] = arguments.content
+        document = _identity(pool, storages)
+        document["content_checked"] = "none" if pool.content is None else arguments.content
         document["seed"] = arguments.seed
         document["holds"] = holds
         document["checks"] = [dataclasses.asdict(check) for check in checks]
         print(json.dumps(document))
     else:
         print(_described(pool))
-        print(f"  {_where(storage)}")
+        _print_places(storages)
+        if pool.checkpoint is not None:
+            print(f"  of {pool.checkpoint.model}; its content is not known, so it is not checked")
         for check in checks:
             print(
                 f"  {'held' if check.held else 'FAILED':<7} {check.name:<8} wanted {check.wanted}; found {check.found}"
@@ -191,7 +256,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if holds else 1
 
 
-def _identity(pool: Pool, storage: Storage) -> dict[str, Any]:
+def _identity(pool: Pool, storages: Sequence[Storage]) -> dict[str, Any]:
+    # One that is unsuitable decides what the pool is good for.
+    worst = next((storage for storage in storages if not storage.suitable), storages[0])
     return {
         "pool_id": pool.pool_id,
         "folder": str(pool.folder),
@@ -203,17 +270,20 @@ def _identity(pool: Pool, storage: Storage) -> dict[str, Any]:
         "pool_bytes": int(pool.object_bytes.sum()),
         "files": len(pool.files),
         "file_bytes": int(pool.file_bytes.sum()),
-        "filesystem": storage.filesystem,
-        "device": storage.device,
-        "storage_kind": storage.kind,
-        "suitable_storage": storage.suitable,
-        "storage_reason": storage.reason,
+        "filesystem": worst.filesystem,
+        "device": worst.device,
+        "storage_kind": worst.kind,
+        "suitable_storage": worst.suitable,
+        "storage_reason": worst.reason,
+        "devices": [storage.device for storage in storages],
         "unsuitable_storage_when_built": pool.unsuitable_storage,
     }
 
 
 def _described(pool: Pool) -> str:
-    place = "packed" if pool.alignment_bytes == PACKED else f"aligned to {pool.alignment_bytes} bytes"
+    place = f"aligned to {pool.alignment_bytes} bytes"
+    if pool.alignment_bytes == PACKED:
+        place = "packed" if pool.checkpoint is None else "in place"
     return (
         f"{pool.pool_id}: {pool.num_objects:,} experts of {len(pool.moe_layer_ids)} layers, "
         f"{format_bytes(int(pool.object_bytes.sum()))} in {len(pool.files):,} files, "
@@ -221,9 +291,10 @@ def _described(pool: Pool) -> str:
     )
 
 
-def _where(storage: Storage) -> str:
-    mark = "" if storage.suitable else f", UNSUITABLE: {storage.reason}"
-    return f"{storage.filesystem} on {storage.device or 'no device'}{mark}"
+def _print_places(storages: Sequence[Storage]) -> None:
+    for storage in storages:
+        mark = "" if storage.suitable else f", UNSUITABLE: {storage.reason}"
+        print(f"  {storage.filesystem} on {storage.device or 'no device'}{mark}")
 
 
 class _Progress:

@@ -14,13 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from replayer import counters
-from replayer.accounting import Recording, between, text_of
+from replayer.accounting import Recording, between, has_readahead, text_of
 from replayer.capacity import balloon_state
 from replayer.content import EDGE_BYTES, access_digest, bytes_of
-from replayer.owners import reads_directly
+from replayer.holdings import expected_hits
+from replayer.loop import DIRECT, HELD
+from replayer.owners import fills_page_cache, reads_directly
 from replayer.quantities import format_bytes
 
-RACED_SHARE = 0.01
+RACED_SHARE, RACED_SHARE_IN_COMPANY = 0.01, 0.05
+"""Of the pages missing, those that may be evicted between look and read; more where another replay shares the wall."""
 RESIDENT_SHARE = 0.01
 BALLOON_SLACK_BYTES = 24 << 20
 """What a balloon on a whole machine leaves beyond the room meant: the kernel's reserves, measured at −1 … +20 MiB."""
@@ -236,36 +239,40 @@ def _device_identity(recording: Recording, run: dict[str, Any]) -> Iterator[Proo
     if found is None:
         yield Proof(name, "bytes", "counted", "this kernel keeps no read_bytes per thread (CONFIG_TASK_IO_ACCOUNTING)")
         return
-    if reads_directly(request.owner):
-        expected = _direct_bytes(recording)
-        yield Proof(name, "bytes", f"{expected:,} bytes asked of O_DIRECT", f"{found:,} bytes", held=found == expected)
+    direct = run["direct_bytes"]
+    if reads_directly(request.owner, recording.miss_path):
+        yield Proof(name, "bytes", f"{direct:,} bytes asked of O_DIRECT", f"{found:,} bytes", held=found == direct)
         return
-    missing = run["missing_bytes"]
-    if missing is None:
+    if run["missing_bytes"] is None:
         yield Proof(
             name, "bytes", "bytes missing before the reads", f"residency was observed of {request.observe} accesses"
         )
         return
-    if request.fadvise == "normal":
+    cached = ~recording.served(DIRECT)
+    missing = int(recording.arrays["missing_pages"][cached].sum()) * recording.page_bytes
+    past = f" and {direct:,} asked of O_DIRECT" if direct else ""
+    if has_readahead(request):
         yield Proof(
             name,
             "bytes",
-            f"at least {missing:,} bytes missing before the reads",
+            f"at least {missing:,} bytes missing before the reads{past}",
             f"{found:,} bytes",
             held=run["overshoot_bytes"] >= 0,
         )
         return
     shared, raced = _shared_pages(recording), run["raced_pages"]
-    beyond = found - missing
+    beyond = found - missing - direct
     if request.mechanism == "none":
         allowed, tolerance = 0, "to the byte"
     else:
         # What an expert still had in memory may be evicted by the read of what it lacked, before it is copied itself.
-        partial = recording.classes[1]
+        partial = recording.classes[1] & cached
         own = int((recording.access_pages - recording.arrays["missing_pages"])[partial].sum())
-        allowed = int(RACED_SHARE * missing / recording.page_bytes) + own
+        company = recording.company
+        share = RACED_SHARE_IN_COMPANY if company is not None and company.shares_wall else RACED_SHARE
+        allowed = int(share * missing / recording.page_bytes) + own
         tolerance = (
-            f"0 to {allowed:,} pages: {100 * RACED_SHARE:.0f} % evicted between look and read, and {own:,} of partly "
+            f"0 to {allowed:,} pages: {100 * share:.0f} % evicted between look and read, and {own:,} of partly "
             "resident experts, which their own read may evict"
         )
     if shared:
@@ -273,7 +280,7 @@ def _device_identity(recording: Recording, run: dict[str, Any]) -> Iterator[Proo
     yield Proof(
         name,
         "bytes",
-        f"{missing:,} bytes missing before the reads",
+        f"{missing:,} bytes missing before the reads{past}",
         f"{found:,} bytes, {raced:,} pages apart",
         tolerance,
         held=-shared * recording.page_bytes <= beyond <= allowed * recording.page_bytes,
@@ -285,8 +292,12 @@ def _loaded_alone(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
     passes = [(recording.before, recording.after, run["device_bytes"])]
     if recording.request.warm_pass:
         passes.append((recording.cold, recording.warm, run["warm_device_bytes"]))
-    if reads_directly(recording.request.owner):
-        passes = [(before, after, 0) for before, after, _ in passes]
+    # What is read past the page cache is the same in both passes, unless a policy decides.
+    past = None if reads_directly(recording.request.owner, recording.miss_path) else run["direct_bytes"]
+    passes = [
+        (before, after, 0 if past is None else loaded if loaded is None else loaded - past)
+        for before, after, loaded in passes
+    ]
     # Of a last page that the file fills in part, less than a page may be read.
     slack = int((-recording.pool.file_bytes % recording.page_bytes).sum())
     free = [
@@ -304,15 +315,6 @@ def _loaded_alone(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
     )
 
 
-def _direct_bytes(recording: Recording) -> int:
-    """Bytes of O_DIRECT reads, cut at the end of each file rounded up to the device's alignment."""
-    pool, reads, unit = recording.pool, recording.reads, recording.direct_alignment_bytes
-    file_end = -(-pool.file_bytes // unit) * unit
-    length = np.minimum(reads.length, file_end[pool.extent_file] - reads.offset)
-    of_object = np.add.reduceat(length, pool.object_first_extent[:-1])
-    return int(of_object[recording.walk.objects].sum())
-
-
 def _shared_pages(recording: Recording) -> int:
     """Pages in which two extents read in one event lie, where both accesses had pages missing.
 
@@ -328,7 +330,7 @@ def _shared_pages(recording: Recording) -> int:
     # Numbered densely, so that an event and a page fit one 64-bit key.
     _, edge = np.unique(np.stack([file + begin // page, file + (end - 1) // page]), return_inverse=True)
     first_page, last_page = edge.reshape(2, -1)
-    accesses = np.flatnonzero(recording.arrays["missing_pages"] > 0)
+    accesses = np.flatnonzero((recording.arrays["missing_pages"] > 0) & ~recording.served(DIRECT))
     objects = walk.objects[accesses]
     parts = pool.object_first_extent[objects + 1] - pool.object_first_extent[objects]
     of_access = np.repeat(np.arange(len(accesses)), parts)
@@ -344,7 +346,7 @@ def _within_wall(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
     name, limits, own = "resident within the wall", recording.limits, recording.own_anonymous_bytes
     if limits.wall_bytes is None or own is None:
         return
-    room = limits.wall_bytes - own
+    room = limits.wall_bytes - own - limits.others_bytes - (recording.arena_bytes or 0)
     slack = int(RESIDENT_SHARE * limits.wall_bytes)
     if recording.request.mechanism == "balloon" and recording.request.outer_group_bytes is None:
         slack += BALLOON_SLACK_BYTES
@@ -395,6 +397,53 @@ def _wall_alive(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
         "warm-up and every measured step in " + (group or "the same groups"),
         "the same" if same else f"{len(places)} different sets of groups, or outside it",
         held=same,
+    )
+
+
+def _arena_locked(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    """The locked memory of the reader after every step: what was swapped or given back holds no expert."""
+    if recording.holding is None:
+        return
+    expected = -(-recording.holding.arena_bytes // recording.page_bytes) * recording.page_bytes
+    found = {recording.arena_bytes} | {
+        (counters.parse_status(recording.step_text(step, "own_status")) or {}).get("VmLck")
+        for step in range(recording.ended_steps)
+    }
+    yield Proof(
+        "arena locked",
+        "bytes",
+        f"{expected:,} bytes locked by the reader before the run and after every step",
+        ", ".join(
+            "not said" if size is None else f"{size:,} bytes" for size in sorted(found, key=lambda size: size or 0)
+        ),
+        held=found == {expected},
+    )
+
+
+def _decisions(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    """What locked memory served against what a simulation of table or policy, made from the trace alone, hits."""
+    request = recording.request
+    if recording.holding is None or recording.status != "complete":
+        return
+    expected = expected_hits(
+        recording.choice,
+        recording.holding,
+        recording.walk,
+        owner=request.owner,
+        policy=request.policy,
+        seed=request.seed,
+        passes=2 if request.warm_pass else 1,
+    )
+    if expected is None:
+        return
+    found = recording.served(HELD)
+    differ = int(np.count_nonzero(found != expected))
+    yield Proof(
+        "decisions as simulated",
+        "bytes",
+        f"{int(np.count_nonzero(expected)):,} of {len(expected):,} accesses served from locked memory",
+        f"{int(np.count_nonzero(found)):,}, {differ:,} decided otherwise",
+        held=differ == 0,
     )
 
 
@@ -481,10 +530,28 @@ def _times_add_up(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
     )
 
 
+def _together(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    """Replays that are to contend must do so all the while the shortest of them is measured."""
+    if recording.company is None or recording.span is None:
+        return
+    overlap = recording.overlap_ns
+    yield Proof(
+        "measured together",
+        "bytes",
+        f"{recording.company.size} measured passes at the same time",
+        "not all of them ended"
+        if overlap is None
+        else f"{overlap / 1e6:,.1f} ms of this one's {run['interval_ns'] / 1e6:,.1f} ms",
+        held=bool(overlap),
+    )
+
+
 def _quiet(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
     """What leaves the bytes alone but makes times worthless: neighbours, load, idle page-out, emulation, own checks."""
     neighbor, device = run["neighbor_bytes"], run["device_bytes"]
-    if neighbor is None or device is None:
+    if recording.company is not None:
+        yield Proof("no neighbour on the device", "time", "little beside the run's own reads", "replays ran together")
+    elif neighbor is None or device is None:
         yield Proof("no neighbour on the device", "time", "little beside the run's own reads", "not counted here")
     else:
         allowed = int(max(NEIGHBOR_SHARE * device, NEIGHBOR_SLACK_BYTES))
@@ -517,6 +584,9 @@ def _load(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
     name, expected = "no foreign load", "0 % of the processors"
     busy = between(recording, "cpu", counters.parse_cpu_stat, lambda cpu: cpu.busy_ns + cpu.stolen_ns)
     total = between(recording, "cpu", counters.parse_cpu_stat, lambda cpu: cpu.total_ns)
+    if recording.company is not None:
+        yield Proof(name, "time", expected, "replays ran together")
+        return
     # The kernel accounts by tick; below a quarter of a second a share says nothing.
     if busy is None or not total or run["cpu_ns"] is None or run["interval_ns"] < 250_000_000:
         yield Proof(name, "time", expected, "too short to tell" if total else "not counted here")
@@ -527,11 +597,12 @@ def _load(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
 
 def _idle_page_out(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
     name, damon = "no idle page-out by the machine", str(recording.machine_before.get("damon"))
-    if recording.request.mechanism == "none" and not reads_directly(recording.request.owner):
+    request = recording.request
+    if request.mechanism == "none" and fills_page_cache(request.owner, recording.miss_path):
         if recording.before is None or recording.after is None or run["device_bytes"] is None:
             return
         grown = recording.after["resident_bytes"] - recording.before["resident_bytes"]
-        lost = run["device_bytes"] - grown
+        lost = run["device_bytes"] - run["direct_bytes"] - grown
         yield Proof(
             name,
             "time",
@@ -560,8 +631,11 @@ _OF_MEASURED: tuple[Callable[[Recording, dict[str, Any]], Iterator[Proof]], ...]
     _loaded_alone,
     _within_wall,
     _wall_alive,
+    _arena_locked,
+    _decisions,
     _balloon_alive,
     _no_oom_no_swap,
+    _together,
     _times_add_up,
     _quiet,
 )

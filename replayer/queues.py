@@ -648,3 +648,7 @@ def _walk_random(  # type: ignore[no-untyped-def]
             if not atomic:
                 first_member = count
         num_residents[cache], room_of[cache] = count, room
+
+
+LEAST_RESIDENT = {HandState: _RESIDENT, S3FifoState: _SMALL, ArcState: _T1}
+"""Per kind of state the lowest flags of a resident, between two events."""

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,15 +31,25 @@ import numpy.typing as npt
 
 import replayer
 from replayer import counters, loop
-from replayer.accounting import Limits, Recording, Request, access_columns, account
+from replayer.accounting import Company, Limits, Recording, Request, access_columns, account
 from replayer.arena import Arena
 from replayer.capacity import Balloon, Group, find_memory_controller, launch_in, memory_group, remove_leftovers
 from replayer.content import expert_key
-from replayer.machine import Storage, direct_io_alignment, machine_row, storage_of
-from replayer.owners import plan_reads, reads_directly
-from replayer.pool import Pool, UnsuitableStorage, check_against_trace, check_files, check_planned
+from replayer.holdings import Choice, choose, hold, room_bytes
+from replayer.machine import Storage, direct_io_alignment, machine_row
+from replayer.owners import (
+    default_miss_path,
+    has_table,
+    holds_memory,
+    paths_of,
+    plan_reads,
+    reads_directly,
+    ways_of,
+)
+from replayer.policies import FITTED
+from replayer.pool import Pool, UnsuitableStorage, check_against_trace, check_files, check_planned, pool_storages
 from replayer.proofs import Proof, prove, selected_events, verdicts
-from replayer.simulate import Window, prepare
+from replayer.simulate import UnusableRequest, Window, prepare
 from replayer.trace import Trace
 
 Progress = Callable[[str, int, int], None]
@@ -51,6 +62,7 @@ BALLOON_PROCESS_BYTES = 21 << 19
 """What the balloon's own interpreter takes beside the locked region, where it shares the reader's machine: 10.8 MiB
 were seen (CPython 3.11, glibc). A little less here leaves the reader a little less than asked for, never more."""
 
+_LEAST_READ_AHEAD_BYTES = 128 << 10
 _GRACE_S = 0.6
 _POLL_S = 0.2
 _STEP_COUNTERS = (
@@ -109,44 +121,200 @@ def replay(
         NotEnforceable: this machine cannot limit memory so. ReplayBusy: another replay is going on.
         MalformedPool: the pool or a file of it is not what its manifest says. OSError: a file cannot be opened.
     """
-    check_against_trace(pool, trace.metadata)
-    if pool.content is not None:
-        check_planned(pool)
-    elif request.verify == "all":
-        raise UnusableReplay(f"--verify, but what {pool.folder} must hold is not known; leave --verify out")
-    started_at = datetime.now(UTC)
-    run_id = f"{started_at:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
-    recording = _plan(trace, pool, request)
-    _check_room(recording)
-    with _alone(pool, wait_s), _terminate_as_interrupt():
+    tenant = _Tenant.of(trace, pool, request)
+    with _alone([pool], wait_s), _terminate_as_interrupt():
         remove_leftovers()
-        storage = storage_of(pool.folder)
-        recording.unsuitable_storage = None if storage.suitable else storage.reason
-        if not storage.suitable and not request.allow_unsuitable:
-            raise UnsuitableStorage(
-                f"{pool.folder}: a pool on {storage.filesystem} proves nothing: {storage.reason}; put it on a local "
-                "disk, or add --allow-unsuitable to have the run made and marked"
-            )
-        check_files(pool, storage)
+        tenant.check_storage()
         loop.compile_ahead()
-        with _arena_of(recording) as arena:
-            recording.arrays = arena.arrays
-            _record(recording, arena, storage, progress)
-            # Files and machine are looked at again at once, while nothing of ours runs any more.
-            recording.pool_files_after = _pool_files(pool)
-            with contextlib.suppress(FileNotFoundError):
-                recording.machine_after = machine_row(storage_of(pool.folder))
-            counted, steps, layers = account(recording)
-            proofs = prove(recording, counted)
-            accesses = access_columns(recording) if keeps_accesses else None
-    rows = _rows(recording, run_id, started_at, repeat, counted, steps, layers, proofs)
-    return dataclasses.replace(rows, accesses=accesses)
+        with _arena_of(tenant.recording) as arena:
+            tenant.recording.arrays = arena.arrays
+            for _ in _record(tenant.recording, arena, tenant.storages, progress):
+                pass
+            return tenant.account(repeat, keeps_accesses)
 
 
-def condition_hash(trace_id: str, pool_id: str, request: Request) -> str:
-    """Names what was asked for: the same for every repetition of one condition."""
-    said = json.dumps([trace_id, pool_id, dataclasses.asdict(request)], sort_keys=True)
-    return hashlib.sha256(said.encode()).hexdigest()[:12]
+def replay_together(
+    tenants: Sequence[tuple[Trace, Pool, Request]],
+    *,
+    shares_wall: bool,
+    repeat: int = 0,
+    wait_s: float = 0,
+    progress: Progress | None = None,
+) -> list[Run]:
+    """Replays several traces at the same time, each against a pool of its own; call from the main thread.
+
+    Passes begin together. In one wall (mechanism cgroup) the capacities are summed, and whose pages go is the kernel's
+    choice. When one replay does not complete, the others are stopped and marked.
+
+    Raises:
+        UnusableReplay: fewer than two, two of one pool, or requests that do not share a wall; and as `replay`.
+    """
+    folders = [pool.folder.resolve() for _, pool, _ in tenants]
+    if len(folders) < 2 or len(set(folders)) < len(folders):
+        raise UnusableReplay(
+            f"{len(folders)} replays together, of {len(set(folders))} pools; wanted two or more, each of a pool of its "
+            "own, so that it is known who reads what: build the pool twice"
+        )
+    requests = [request for _, _, request in tenants]
+    if shares_wall and any(one.mechanism != "cgroup" or one.capacity_bytes is None for one in requests):
+        raise UnusableReplay("replays in one wall, which is a cgroup of their capacities; say mechanism and capacity")
+    if len({one.warm_pass for one in requests}) > 1:
+        raise UnusableReplay("replays together, one with and one without a warm-up pass; say the same for both")
+    if any(one.mechanism == "balloon" for one in requests):
+        raise UnusableReplay(
+            "replays together under balloons, which would take each other's memory; say cgroup or none"
+        )
+    planned = [_Tenant.of(*tenant) for tenant in tenants]
+    together_id = f"together-{secrets.token_hex(4)}"
+    with _alone([pool for _, pool, _ in tenants], wait_s), _terminate_as_interrupt(), contextlib.ExitStack() as stack:
+        remove_leftovers()
+        for tenant in planned:
+            tenant.check_storage()
+        loop.compile_ahead()
+        group = stack.enter_context(memory_group(find_memory_controller(), "wall")) if shares_wall else None
+        recordings = [tenant.recording for tenant in planned]
+        arenas = []
+        for number, recording in enumerate(recordings):
+            recording.company = Company(together_id, number, len(recordings), shares_wall)
+            arenas.append(stack.enter_context(_arena_of(recording)))
+            recording.arrays = arenas[-1].arrays
+        _drive(
+            [
+                _record(tenant.recording, arena, tenant.storages, progress, group)
+                for tenant, arena in zip(planned, arenas, strict=True)
+            ],
+            recordings,
+            group,
+        )
+        for recording in recordings:
+            recording.overlap_ns = _overlap_ns(recordings)
+        return [tenant.account(repeat, False) for tenant in planned]
+
+
+def _drive(runs: list[Iterator[None]], recordings: list[Recording], group: Group | None) -> None:
+    """Takes all replays from one meeting point to the next; one that ends early, or an interrupt, stops all."""
+    alive = list(runs)
+    first = True
+    try:
+        while alive:
+            ended = [run for run in alive if next(run, alive) is alive]
+            if ended and len(ended) < len(alive):
+                for run in alive:
+                    if run not in ended:
+                        _throw(run, _Ended("failed", "another replay that ran together with it did not complete"))
+                return
+            alive = [run for run in alive if run not in ended]
+            if first and group is not None and alive:
+                _limit_together(recordings, group)
+            first = False
+            if any(recording.status == "interrupted" for recording in recordings):
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        for run in runs:
+            _throw(run, KeyboardInterrupt())
+    finally:
+        for run in runs:
+            _throw(run, GeneratorExit())
+
+
+def _throw(run: Iterator[None], error: BaseException) -> None:
+    """Ends a replay where it is; one that has ended takes no notice."""
+    assert isinstance(run, Generator), "a replay is a generator"
+    with contextlib.suppress(StopIteration, GeneratorExit, KeyboardInterrupt, _Ended):
+        run.throw(error)
+    run.close()
+
+
+def _limit_together(recordings: list[Recording], group: Group) -> None:
+    """One limit around all: what their own memory takes, counted once, and the sum of their capacities."""
+    own = max(sum(recording.own_anonymous_bytes or 0 for recording in recordings), group.anonymous_bytes() or 0)
+    own += group.kernel_bytes() or 0
+    room = sum((one.request.capacity_bytes or 0) + one.request.headroom_bytes for one in recordings)
+    limit = group.set_limit_bytes(own + room)
+    for recording in recordings:
+        recording.limits = Limits(
+            detail=f"cgroup v{group.version} around {len(recordings)} replays",
+            wall_bytes=own + room,
+            enforced_bytes=limit - own,
+            limit_bytes=limit,
+            group_path=group.folder.name,
+            others_bytes=own - (recording.own_anonymous_bytes or 0),
+        )
+
+
+def _overlap_ns(recordings: list[Recording]) -> int | None:
+    """Time in which all measured passes ran; null unless all completed."""
+    spans = [recording.span for recording in recordings]
+    if any(span is None for span in spans):
+        return None
+    begin = max(span["begin_ns"] for span in spans if span is not None)
+    return max(0, min(span["end_ns"] for span in spans if span is not None) - begin)
+
+
+@dataclasses.dataclass
+class _Tenant:
+    """One replay, planned and checked."""
+
+    recording: Recording
+    started_at: datetime
+    storages: Sequence[Storage] = ()
+
+    @classmethod
+    def of(cls, trace: Trace, pool: Pool, request: Request) -> "_Tenant":
+        _check_request(request)
+        check_against_trace(pool, trace.metadata)
+        if pool.content is not None:
+            check_planned(pool)
+        elif request.verify == "all":
+            raise UnusableReplay(f"--verify, but what {pool.folder} must hold is not known; leave --verify out")
+        started_at = datetime.now(UTC)
+        try:
+            recording = _plan(trace, pool, request)
+        except UnusableRequest as error:
+            raise UnusableReplay(str(error)) from None
+        _check_room(recording)
+        return cls(recording, started_at)
+
+    def check_storage(self) -> None:
+        """Looks at file system and files, now that nobody else builds the pool."""
+        pool, request = self.recording.pool, self.recording.request
+        self.storages = pool_storages(pool)
+        unsuitable = next((storage for storage in self.storages if not storage.suitable), None)
+        self.recording.unsuitable_storage = None if unsuitable is None else unsuitable.reason
+        if unsuitable is not None and not request.allow_unsuitable:
+            raise UnsuitableStorage(
+                f"{pool.folder}: a pool on {unsuitable.filesystem} proves nothing: {unsuitable.reason}; put it on a "
+                "local disk, or add --allow-unsuitable to have the run made and marked"
+            )
+        check_files(pool, *self.storages)
+
+    def account(self, repeat: int, keeps_accesses: bool) -> Run:
+        """Rows of what the replay left behind."""
+        recording = self.recording
+        # Files and machine are looked at again at once, while nothing of ours runs any more.
+        recording.pool_files_after = _pool_files(recording.pool)
+        if any(found is not None for found in recording.pool_files_after):
+            recording.machine_after = machine_row(pool_storages(recording.pool)[0])
+        counted, steps, layers = account(recording)
+        proofs = prove(recording, counted)
+        accesses = access_columns(recording) if keeps_accesses else None
+        run_id = f"{self.started_at:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
+        rows = _rows(recording, run_id, self.started_at, repeat, counted, steps, layers, proofs)
+        return dataclasses.replace(rows, accesses=accesses)
+
+
+def condition_hash(trace_id: str, pool_id: str, request: Request, choice: Choice | None = None) -> str:
+    """Names what was asked for: the same for every repetition of one condition.
+
+    A table counts by what it says, not by the name of a file.
+    """
+    said = dataclasses.asdict(request)
+    tables = [] if choice is None else [table for table in (choice.counts, choice.admitted) if table is not None]
+    if tables:
+        said |= {"fit": None, "admit": None}
+        said["tables"] = [hashlib.sha256(table.astype("<i8").tobytes()).hexdigest() for table in tables]
+    text = json.dumps([trace_id, pool_id, said], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _plan(trace: Trace, pool: Pool, request: Request) -> Recording:
@@ -155,15 +323,29 @@ def _plan(trace: Trace, pool: Pool, request: Request) -> Recording:
     alignment = _direct_alignment_bytes(pool)
     threads_io = [(f"thread_io {number}", _THREAD_IO_BYTES) for number in range(request.threads)]
     own = [(name, size) for name, _, size in _STEP_COUNTERS]
+    if holds_memory(request.owner):
+        own.append(("own_status", 4096))
     if request.mechanism == "balloon":
         own += [("balloon_status", 8192), ("balloon_stat", 1024)]
     if request.mechanism == "cgroup" or request.outer_group_bytes is not None:
         own += [("limit", 64), ("usage", 64)]
+    choice = choose(
+        resolved,
+        owner=request.owner,
+        policy=request.policy,
+        scope=request.scope,
+        fit=request.fit,
+        admit=request.admit,
+        warm_pass=request.warm_pass,
+    )
+    miss_path = request.miss_path or default_miss_path(request.owner)
     return Recording(
         request=request,
         trace=trace,
         pool=pool,
-        reads=plan_reads(pool, request.owner, alignment),
+        reads=plan_reads(pool, paths_of(request.owner, miss_path, pool.num_objects, choice.admitted), alignment),
+        choice=choice,
+        miss_path=miss_path,
         walk=resolved.walk,
         page_bytes=page_bytes,
         direct_alignment_bytes=alignment,
@@ -176,39 +358,113 @@ def _plan(trace: Trace, pool: Pool, request: Request) -> Recording:
 
 
 def _direct_alignment_bytes(pool: Pool) -> int:
-    """What O_DIRECT asks for on the pool's file system; a page where it does not say."""
-    return direct_io_alignment(pool.folder / pool.files[0]) or os.sysconf("SC_PAGE_SIZE")
+    """What O_DIRECT asks for on the pool's file systems, the most of all; a page where one does not say."""
+    one_of_device: dict[int, Path] = {}
+    for path in pool.paths:
+        with contextlib.suppress(OSError):
+            one_of_device.setdefault(path.stat().st_dev, path)
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    # Powers of two, so the largest is a multiple of the others.
+    return max((direct_io_alignment(path) or page_bytes for path in one_of_device.values()), default=page_bytes)
 
 
-def _check_room(recording: Recording) -> None:
-    """Refuses a capacity that does not hold what is in flight: reads would evict each other before they are copied."""
-    request = recording.request
-    if (request.capacity_bytes is None) != (request.mechanism == "none"):
-        raise UnusableReplay("--mechanism none takes no --capacity, cgroup and balloon need one; say both or neither")
-    if request.capacity_bytes is not None and request.capacity_bytes < recording.page_bytes:
+def _check_request(request: Request) -> None:
+    """Refuses what does not belong together, before anything is read."""
+    owner, limited = request.owner, request.mechanism != "none"
+    if request.capacity_bytes is not None and request.wall_bytes is not None:
+        raise UnusableReplay("--capacity and --wall; the wall's rest is the capacity, so say one of them")
+    if request.wall_bytes is not None and not limited:
+        raise UnusableReplay("--wall with mechanism none, which builds none; add --mechanism cgroup or balloon")
+    says_size = request.capacity_bytes is not None or request.wall_bytes is not None
+    if holds_memory(owner) and not says_size:
+        raise UnusableReplay(f"owner {owner} without --capacity or --wall, so how much it locks is not said; add one")
+    if not holds_memory(owner) and says_size != limited:
         raise UnusableReplay(
-            f"capacity of {request.capacity_bytes:,} bytes, less than a page of {recording.page_bytes:,}; ask for more"
+            "--mechanism none takes no --capacity, cgroup and balloon need one (or --wall); say both or neither"
         )
+    if limited and not says_size:
+        raise UnusableReplay(f"mechanism {request.mechanism} without --capacity or --wall; add one")
+    if (owner == "user_cache") != (request.policy is not None):
+        raise UnusableReplay(
+            f"owner {owner} with policy {request.policy}: user_cache has a --policy, and no other owner"
+        )
+    if (owner == "page_cache_admission") != (request.admit is not None):
+        raise UnusableReplay(
+            f"owner {owner} with admission {request.admit}: page_cache_admission has an --admit, and no other owner"
+        )
+    if (owner == "hybrid") != (request.arena_fraction is not None):
+        raise UnusableReplay(
+            f"owner {owner} with arena fraction {request.arena_fraction}: hybrid has an --arena-fraction, and no other "
+            "owner"
+        )
+    if request.arena_fraction is not None and not 0 < request.arena_fraction < 1:
+        raise UnusableReplay(f"--arena-fraction {request.arena_fraction}, wanted above 0 and below 1")
+    if request.miss_path is not None and default_miss_path(owner) is None:
+        raise UnusableReplay(f"--miss-path with owner {owner}, which reads everything alike; leave it out")
+    if owner == "user_cache" and request.miss_path not in (None, "direct"):
+        raise UnusableReplay(f"--miss-path {request.miss_path} with owner user_cache, which fills slots by O_DIRECT")
+    if owner == "page_cache_admission" and request.miss_path == "buffered":
+        raise UnusableReplay("--miss-path buffered with owner page_cache_admission, which would admit all; say direct")
+    fitted = owner in ("arena", "hybrid") or request.policy in FITTED
+    if request.fit is not None and not fitted:
+        raise UnusableReplay(f"--fit with owner {owner}, which has no table of its own; leave it out")
+    if request.scope is not None and not (holds_memory(owner) or has_table(owner)):
+        raise UnusableReplay(f"--scope with owner {owner}, whose cache is one over all layers; leave it out")
     if request.outer_group_bytes is not None and request.mechanism != "balloon":
         raise UnusableReplay(
             f"--machine-bytes with mechanism {request.mechanism}, wanted balloon: that group would limit the reader too"
         )
-    if request.capacity_bytes is None or request.allow_thrash or reads_directly(request.owner):
+    if owner == "page_cache_mmap" and request.fadvise == "noreuse":
+        raise UnusableReplay("--fadvise noreuse is advice on reads; choose another with owner page_cache_mmap")
+
+
+def _check_room(recording: Recording) -> None:
+    """Refuses a capacity that does not hold what is in flight: reads would evict each other before they are copied."""
+    request, capacity = recording.request, recording.capacity_bytes
+    if capacity is None:
         return
-    largest = int(recording.pool.object_bytes[np.unique(recording.walk.objects)].max())
-    if request.capacity_bytes < request.threads * largest:
+    if capacity < recording.page_bytes:
         raise UnusableReplay(
-            f"capacity of {request.capacity_bytes:,} bytes, but {request.threads} threads have up to "
+            f"capacity of {capacity:,} bytes, less than a page of {recording.page_bytes:,}; ask for more"
+        )
+    room = _page_cache_room(recording)
+    if room is None or request.allow_thrash:
+        return
+    largest = _largest(recording)
+    if room < request.threads * largest:
+        rest = " beside its locked memory" if holds_memory(request.owner) else ""
+        raise UnusableReplay(
+            f"capacity of {capacity:,} bytes{rest}, but {request.threads} threads have up to "
             f"{request.threads * largest:,} bytes in flight, so experts would be evicted while they are read; ask for "
             "more, use fewer --threads, or add --allow-thrash to measure it all the same"
         )
 
 
+def _page_cache_room(recording: Recording) -> int | None:
+    """What a limit leaves for pages that reads pass through; null where none do, or nothing limits them."""
+    request, capacity = recording.request, recording.capacity_bytes
+    if capacity is None or request.mechanism == "none" or reads_directly(request.owner, recording.miss_path):
+        return None
+    if not holds_memory(request.owner):
+        return capacity
+    return capacity - _locked_room(recording, capacity) + request.headroom_bytes
+
+
+def _locked_room(recording: Recording, capacity: int) -> int:
+    request = recording.request
+    return room_bytes(capacity, request.arena_fraction, request.headroom_bytes, limited=request.mechanism != "none")
+
+
+def _largest(recording: Recording) -> int:
+    """Bytes of the largest expert that is accessed."""
+    return int(recording.pool.object_bytes[np.unique(recording.walk.objects)].max())
+
+
 @contextlib.contextmanager
-def _alone(pool: Pool, wait_s: float) -> Iterator[None]:
-    """Holds the machine's and the pool's lock, waiting so long for them: two replays would measure each other."""
+def _alone(pools: Sequence[Pool], wait_s: float) -> Iterator[None]:
+    """Holds the machine's and the pools' locks, waiting so long for them: two replays would measure each other."""
     deadline = time.monotonic() + wait_s
-    descriptor = os.open(pool.folder, os.O_RDONLY | os.O_CLOEXEC)
+    descriptors = [os.open(pool.folder, os.O_RDONLY | os.O_CLOEXEC) for pool in pools]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as machine:
         try:
             # A name without a file: it is free again when its holder dies, however.
@@ -217,20 +473,23 @@ def _alone(pool: Pool, wait_s: float) -> Iterator[None]:
                 deadline,
                 "another replay runs on this machine, and two would measure each other; try again later, or add --wait",
             )
-            _take(
-                lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB),
-                deadline,
-                f"{pool.folder}: somebody builds or replays this pool; try again later, or add --wait",
-            )
+            for descriptor, pool in zip(descriptors, pools, strict=True):
+                _take(
+                    functools.partial(fcntl.flock, descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB),
+                    deadline,
+                    f"{pool.folder}: somebody builds or replays this pool; try again later, or add --wait",
+                )
             yield
         finally:
-            os.close(descriptor)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
 
-def _take(lock: Callable[[], None], deadline: float, refusal: str) -> None:
+def _take(lock: Callable[[], object], deadline: float, refusal: str) -> None:
     while True:
         try:
-            return lock()
+            lock()
+            return
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EWOULDBLOCK):
                 raise
@@ -255,7 +514,8 @@ def _terminate_as_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _arena_of(recording: Recording) -> Iterator[Arena]:
-    walk, pool, reads = recording.walk, recording.pool, recording.reads
+    walk, pool, reads, choice = recording.walk, recording.pool, recording.reads, recording.choice
+    decided = len(walk.objects) if recording.request.policy is not None else 1
     accesses, events, steps = len(walk.objects), walk.num_events, recording.num_steps
     threads, names = recording.request.threads, recording.step_counters
     places = np.concatenate([[0], np.cumsum([size for _, size in names])]).astype(np.int64)
@@ -268,6 +528,15 @@ def _arena_of(recording: Recording) -> Iterator[Arena]:
         "object_layer_id": pool.object_layer_id.astype(np.int64),
         "object_expert_id": pool.object_expert_id.astype(np.int64),
         "object_key": _object_keys(pool),
+        "object_path": reads.path,
+        "object_count": np.zeros(1, dtype=np.int64) if choice.counts is None else choice.counts,
+        "held_place": np.full(pool.num_objects, -1, dtype=np.int64),
+        "event_cache": choice.cache,
+        "event_step": walk.step.astype(np.int64),
+        "next_time": choice.next_time,
+        "file_ways": ways_of(reads.path, pool, mapped=recording.residency_counter == "mincore"),
+        "extent_object": pool.extent_object,
+        "extent_held_offset": reads.held_offset,
         "extent_file": pool.extent_file.astype(np.int32),
         "extent_offset": reads.offset,
         "extent_length": reads.length,
@@ -285,6 +554,9 @@ def _arena_of(recording: Recording) -> Iterator[Arena]:
         **{name: (array.dtype.name, array.shape) for name, array in planned.items()},
         **per_access,
         "missing_pages": ("int32", (accesses,)),
+        "path": ("uint8", (accesses,)),
+        "decided_address": ("int64", (decided,)),
+        "decided_was_hit": ("uint8", (decided,)),
         **per_step,
         "digest": ("uint64", (threads,)),
         **per_thread,
@@ -315,9 +587,9 @@ def _object_keys(pool: Pool) -> np.ndarray[Any, Any]:
 def _pool_files(pool: Pool) -> list[tuple[int, int, int] | None]:
     """Of each file, size, time of the last change of anything about it, and inode; null if it is not there."""
     found: list[tuple[int, int, int] | None] = []
-    for name in pool.files:
+    for path in pool.paths:
         try:
-            stat = (pool.folder / name).lstat()
+            stat = path.lstat()
         except OSError:
             found.append(None)
         else:
@@ -326,28 +598,45 @@ def _pool_files(pool: Pool) -> list[tuple[int, int, int] | None]:
     return found
 
 
-def _record(recording: Recording, arena: Arena, storage: Storage, progress: Progress | None) -> None:
-    """Runs the measuring process and notes in `recording` what came of it."""
+def _record(
+    recording: Recording,
+    arena: Arena,
+    storages: Sequence[Storage],
+    progress: Progress | None,
+    shared: Group | None = None,
+) -> Iterator[None]:
+    """Runs the measuring process and notes in `recording` what came of it.
+
+    Comes back wherever replays that run together meet: before the limit, before the first read, before the measured
+    pass. `shared`: the group that all of them run in.
+    """
     request = recording.request
     recording.pool_files_before = _pool_files(recording.pool)
-    recording.machine_before = machine_row(storage)
+    recording.machine_before = machine_row(storages[0])
     with contextlib.ExitStack() as stack:
-        group = outer = child = None
+        group, outer, child = shared, None, None
         try:
-            if request.mechanism == "cgroup" or request.outer_group_bytes is not None:
+            if shared is None and (request.mechanism == "cgroup" or request.outer_group_bytes is not None):
                 controller = find_memory_controller()
                 walled = request.mechanism == "cgroup"
                 group = stack.enter_context(memory_group(controller, "wall" if walled else "machine"))
                 if request.outer_group_bytes is not None:
                     outer = group
                     outer.set_limit_bytes(request.outer_group_bytes)
-            child = stack.enter_context(_Child(recording, arena, storage, group))
+            child = stack.enter_context(_Child(recording, arena, storages, group))
             ready = child.expect("ready")
-            _note_own_memory(recording, ready, group)
-            balloon = _limit(recording, group, outer, stack)
-            child.open_counters(_counter_files(recording, storage, group, balloon))
+            _note_own_memory(recording, ready, None if shared is not None else group)
+            yield
+            balloon = None if shared is not None else _limit(recording, group, outer, stack)
+            child.open_counters(_counter_files(recording, storages, group, balloon))
+            if holds_memory(request.owner):
+                _hold(recording, child)
             _drop(recording.pool)
+            yield
             child.tell("run")
+            if recording.company is not None:
+                # The others are told before anybody is waited for.
+                yield
             recording.cold = child.expect("cold")["snapshot"]
             if request.warm_pass:
                 warm = child.expect("warm", progress=progress, what="warm-up pass")
@@ -355,8 +644,14 @@ def _record(recording: Recording, arena: Arena, storage: Storage, progress: Prog
             else:
                 recording.before = recording.cold
             recording.measured = True
+            if request.warm_pass and recording.company is not None:
+                yield
+                child.tell("measure")
+                yield
             done = child.expect("done", progress=progress, what="measured pass")
-            recording.after, recording.span = done["after"], done["span"]
+            recording.after, recording.span, recording.decide_ns = done["after"], done["span"], done["decide_ns"]
+            if recording.company is not None:
+                yield
         except KeyboardInterrupt:
             if child is not None:
                 child.stop()
@@ -368,8 +663,36 @@ def _record(recording: Recording, arena: Arena, storage: Storage, progress: Prog
 
 
 def _drop(pool: Pool) -> None:
-    for name in pool.files:
-        counters.drop(pool.folder / name)
+    for path in pool.paths:
+        counters.drop(path)
+
+
+def _hold(recording: Recording, child: "_Child") -> None:
+    """Has the process lock memory and fill it, now that there is a limit around it."""
+    request, capacity = recording.request, recording.capacity_bytes
+    assert capacity is not None, "checked before"
+    try:
+        holding = hold(
+            recording.choice,
+            recording.reads,
+            recording.pool.object_bytes,
+            recording.walk,
+            _locked_room(recording, capacity),
+            recording.page_bytes,
+            policy=request.policy,
+            seed=request.seed,
+        )
+    except ValueError as error:
+        raise UnusableReplay(f"{error}") from None
+    recording.holding = holding
+    recording.arrays["held_place"][:] = holding.place
+    sizes = {} if holding.sizes is None else {
+        name: getattr(holding.sizes, name).tolist() for name in holding.sizes.__dataclass_fields__
+    }  # fmt: skip
+    child.tell(json.dumps({"arena_bytes": holding.arena_bytes, **sizes}))
+    held = child.expect("held")
+    recording.preload_ns = held["preload_ns"]
+    recording.arena_bytes = (counters.parse_status(held["status"].encode()) or {}).get("VmLck")
 
 
 def _note_own_memory(recording: Recording, ready: dict[str, Any], group: Group | None) -> None:
@@ -385,10 +708,22 @@ def _limit(
 ) -> Balloon | None:
     """Enforces the capacity, now that the reader's own memory is known; fills `recording.limits`."""
     request = recording.request
-    if request.capacity_bytes is None:
+    if request.mechanism == "none":
         return None
     own = (recording.own_anonymous_bytes or 0) + (recording.own_kernel_bytes or 0)
-    room = request.capacity_bytes + request.headroom_bytes
+    if request.wall_bytes is not None:
+        room = request.wall_bytes - own
+        recording.limits = Limits(capacity_bytes=room - request.headroom_bytes)
+        if room <= request.headroom_bytes:
+            raise UnusableReplay(
+                f"--wall {request.wall_bytes:,} bytes, but the reader's own memory and headroom take "
+                f"{own + request.headroom_bytes:,} of it; ask for more"
+            )
+        _check_room(recording)
+    else:
+        assert request.capacity_bytes is not None, "checked before"
+        room = request.capacity_bytes + request.headroom_bytes
+    capacity = recording.capacity_bytes
     available = (counters.parse_meminfo(Path("/proc/meminfo").read_bytes()) or {}).get("MemAvailable", 0)
     if room > available and outer is None:
         raise UnusableReplay(
@@ -400,6 +735,7 @@ def _limit(
         limit = group.set_limit_bytes(own + room)
         recording.limits = Limits(
             detail=f"cgroup v{group.version}",
+            capacity_bytes=capacity,
             wall_bytes=own + room,
             enforced_bytes=limit - own,
             limit_bytes=limit,
@@ -424,6 +760,7 @@ def _limit(
         detail = "balloon on the whole machine"
     recording.limits = Limits(
         detail=detail,
+        capacity_bytes=capacity,
         wall_bytes=own + room,
         enforced_bytes=max(left, 0),
         balloon_bytes=balloon.size_bytes,
@@ -436,18 +773,20 @@ def _limit(
 
 
 def _counter_files(
-    recording: Recording, storage: Storage, group: Group | None, balloon: Balloon | None
+    recording: Recording, storages: Sequence[Storage], group: Group | None, balloon: Balloon | None
 ) -> dict[str, list[list[str]]]:
     """Which counter files are read after each step, in the order of their slots, and which around each pass."""
-    paths = {name: path for name, path, _ in _STEP_COUNTERS}
+    paths = {name: path for name, path, _ in _STEP_COUNTERS} | {"own_status": "/proc/self/status"}
     if balloon is not None:
         paths |= {"balloon_status": str(balloon.status_file), "balloon_stat": str(balloon.stat_file)}
     run_counters = [list(pair) for pair in _RUN_COUNTERS]
     if group is not None:
         paths |= {"limit": str(group.limit_file), "usage": str(group.usage_file)}
         run_counters.append(["memory_stat", str(group.stat_file)])
-    if storage.block_stat_file is not None:
-        run_counters.append(["device", str(storage.block_stat_file)])
+    stat_files = [storage.block_stat_file for storage in storages]
+    # Of one device more than is counted, what others read could not be told.
+    if all(stat_files):
+        run_counters += [[f"device {number}", str(path)] for number, path in enumerate(stat_files)]
     step_counters = [[name, paths[name]] for name, _ in recording.step_counters if not name.startswith("thread_io ")]
     return {"step_counters": step_counters, "run_counters": run_counters}
 
@@ -476,7 +815,7 @@ class _Ended(Exception):
 class _Child:
     """The measuring process and the lines it is spoken to in."""
 
-    def __init__(self, recording: Recording, arena: Arena, storage: Storage, group: Group | None) -> None:
+    def __init__(self, recording: Recording, arena: Arena, storages: Sequence[Storage], group: Group | None) -> None:
         self.recording, self.arena, self.group = recording, arena, group
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
         self._said = b""
@@ -495,20 +834,19 @@ class _Child:
             process_group=0,
         )
         try:
-            self.tell(json.dumps(self._spec(storage)))
+            self.tell(json.dumps(self._spec(storages)))
         except BaseException:
             self.__exit__()
             raise
 
-    def _spec(self, storage: Storage) -> dict[str, Any]:
+    def _spec(self, storages: Sequence[Storage]) -> dict[str, Any]:
         recording, request = self.recording, self.recording.request
         return {
             "parent_pid": os.getpid(),
             "first_to_die": request.mechanism == "balloon",
             "arena_descriptor": self.arena.descriptor,
             "layout": self.arena.layout,
-            "folder": str(recording.pool.folder.resolve()),
-            "files": recording.pool.files,
+            "paths": [str(path.absolute()) for path in recording.pool.paths],
             "owner": request.owner,
             "fadvise": request.fadvise,
             "device": request.destination,
@@ -517,8 +855,12 @@ class _Child:
             "slot_bytes": recording.reads.slot_bytes,
             "residency": _RESIDENCY[recording.residency_counter],
             "observe_every": _OBSERVE_EVERY[request.observe],
+            "announce_bytes": _announce_bytes(storages) if request.fadvise == "willneed" else 0,
+            "policy": request.policy,
+            "seed": request.seed,
             "verify": _VERIFY[request.verify] if recording.pool.content is not None else loop.VERIFY_EDGES,
             "warm_pass": request.warm_pass,
+            "meets": recording.company is not None,
         }
 
     def __enter__(self) -> "_Child":
@@ -610,7 +952,7 @@ class _Child:
         step_id = _step_id(recording, int(recording.access_event[access]))
         where = (
             f"step {step_id}, layer {pool.object_layer_id[obj]}, expert {pool.object_expert_id[obj]}, "
-            f"{pool.folder / pool.files[pool.extent_file[extent]]}"
+            f"{pool.paths[pool.extent_file[extent]]}"
         )
         if returned <= -1_000_000:
             return f"{where}: the copy to the accelerator failed with CUDA error {-returned - 1_000_000}"
@@ -621,6 +963,11 @@ class _Child:
             f"{where}: the file ended after {returned:,} of the expert's {pool.object_bytes[obj]:,} bytes, so it "
             "shrank during the run; build the pool again"
         )
+
+
+def _announce_bytes(storages: Sequence[Storage]) -> int:
+    """Pieces in which a read is announced: the kernel reads no more of one announcement than the device's readahead."""
+    return min(storage.read_ahead_bytes or _LEAST_READ_AHEAD_BYTES for storage in storages)
 
 
 def _paths(joined: str | None) -> list[str]:
@@ -642,19 +989,25 @@ def _rows(
     run = {
         "run_id": run_id,
         "started_at": f"{started_at:%Y-%m-%dT%H:%M:%S.%fZ}",
-        "condition_hash": condition_hash(trace_id, pool.pool_id, request),
+        "condition_hash": condition_hash(trace_id, pool.pool_id, request, recording.choice),
         "trace_id": trace_id,
         "pool_id": pool.pool_id,
         "machine_id": recording.machine_before["machine_id"],
-        "replayer_version": _version(),
+        "replayer_version": package_version(),
         "status": recording.status,
         "failure": recording.failure,
         **verdicts(proofs),
         "thrash": _thrashes(recording),
         **{name: getattr(request, name) for name in (
-            "owner", "mechanism", "fadvise", "destination", "threads", "observe", "verify", "warm_pass",
-            "capacity_bytes", "headroom_bytes", "outer_group_bytes",
+            "owner", "policy", "mechanism", "fadvise", "destination", "threads", "observe",
+            "verify", "warm_pass", "headroom_bytes", "outer_group_bytes",
         )},
+        **_choices(recording),
+        **_company(recording),
+        "capacity_bytes": recording.capacity_bytes,
+        "arena_bytes": recording.arena_bytes,
+        "preload_bytes": None if recording.holding is None else recording.holding.preload_bytes,
+        "preload_ns": recording.preload_ns,
         "mechanism_detail": limits.detail,
         "residency_counter": recording.residency_counter,
         "repeat": repeat,
@@ -678,12 +1031,36 @@ def _rows(
     )
 
 
-def _thrashes(recording: Recording) -> bool:
+def _choices(recording: Recording) -> dict[str, Any]:
+    """Columns of what the owner was told, with what it does where it was not."""
     request = recording.request
-    if request.capacity_bytes is None or reads_directly(request.owner):
-        return False
-    largest = int(recording.pool.object_bytes[np.unique(recording.walk.objects)].max())
-    return request.capacity_bytes < request.threads * largest
+    keeps = holds_memory(request.owner) or has_table(request.owner)
+    fitted = recording.choice.counts is not None
+    return {
+        "scope": (request.scope or "global") if keeps else None,
+        "fit": (request.fit or "same") if fitted else None,
+        "admission": request.admit,
+        "seed": request.seed if request.policy == "random" else None,
+        "miss_path": recording.miss_path,
+        "arena_fraction": request.arena_fraction,
+    }
+
+
+def _company(recording: Recording) -> dict[str, Any]:
+    """Columns of the replays that ran together."""
+    company = recording.company
+    return {
+        "together_id": None if company is None else company.together_id,
+        "tenant_number": None if company is None else company.number,
+        "tenants": None if company is None else company.size,
+        "shares_wall": None if company is None else company.shares_wall,
+        "overlap_ns": recording.overlap_ns,
+    }
+
+
+def _thrashes(recording: Recording) -> bool:
+    room = _page_cache_room(recording)
+    return room is not None and room < recording.request.threads * _largest(recording)
 
 
 def pool_row(pool: Pool) -> dict[str, Any]:
@@ -703,7 +1080,8 @@ def pool_row(pool: Pool) -> dict[str, Any]:
     }
 
 
-def _version() -> str:
+def package_version() -> str:
+    """Version of the package that measures; `not installed` where it runs from a folder."""
     try:
         return version("expert-tier")
     except PackageNotFoundError:

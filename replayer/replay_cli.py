@@ -17,7 +17,7 @@ from replayer.pool import read_pool
 from replayer.quantities import format_bytes
 from replayer.replay import Run, UnusableReplay, replay
 from replayer.trace import read_trace
-from schemas.columns import DESTINATIONS, FADVICES, MECHANISMS, OBSERVATIONS, OWNERS
+from schemas.columns import DESTINATIONS, FADVICES, MECHANISMS, OBSERVATIONS, OWNERS, POLICIES, READ_PATHS, SCOPES
 from schemas.files import DataFolder, publish
 from schemas.tables import FILE_TABLES, TABLES
 
@@ -26,9 +26,21 @@ examples:
   replayer replay data/traces/ID.parquet --pool POOL --mechanism cgroup --capacity 512MiB --data data
   replayer replay data/traces/ID.parquet --pool POOL --owner restream --mechanism none --steps 0:100
   replayer replay data/traces/ID.parquet --pool POOL --mechanism cgroup --capacity 512MiB --repeat 5 --json
+  replayer replay data/traces/ID.parquet --pool POOL --mechanism cgroup --wall 700MiB --owner arena --fit first:0.5
+  replayer replay data/traces/ID.parquet --pool POOL --mechanism cgroup --wall 700MiB --owner user_cache --policy sieve
+  replayer replay data/traces/ID.parquet --pool POOL --experiment equal-memory --fit-machine --data data
 
 The steps are replayed twice, and the second pass is measured. Capacity is what may stay in memory of experts; the
-reader's own memory and --headroom come on top. Exits 1 when a proof about the bytes does not hold.
+reader's own memory and --headroom come on top. Owners:
+  page_cache            the kernel's page cache, read with pread
+  page_cache_mmap       the page cache, mapped and copied from
+  restream              nobody: every access is read past the page cache (O_DIRECT)
+  uncached              nobody: read through the page cache and dropped again (RWF_DONTCACHE)
+  arena                 locked memory, filled from a table before the run; the rest by --miss-path
+  hybrid                --arena-fraction of the capacity as an arena, the page cache for the rest
+  user_cache            a --policy over locked slots that O_DIRECT fills: what engines build
+  page_cache_admission  the page cache for what --admit names; the rest is read past it
+Exits 1 when a proof about the bytes does not hold.
 """
 _MAX_THREADS = 256
 _MAX_REPEAT = 10_000
@@ -43,12 +55,34 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("trace", type=Path, metavar="TRACE", help="a canonical trace, data/traces/ID.parquet")
-    command.add_argument("--pool", type=Path, required=True, metavar="DIR", help="made by: replayer pool build")
+    command.add_argument(
+        "trace", type=Path, nargs="+", metavar="TRACE", help="a canonical trace, data/traces/ID.parquet"
+    )
+    command.add_argument(
+        "--pool", type=Path, action="append", required=True, metavar="DIR", help="made by: replayer pool build or map"
+    )
     command.add_argument("--owner", choices=OWNERS, default="page_cache", help="who holds experts (default page_cache)")
+    command.add_argument("--policy", choices=POLICIES, metavar="P", help="of user_cache; a policy of replayer simulate")
+    command.add_argument(
+        "--scope", choices=SCOPES, help="one table or cache per layer, or one over all (default global)"
+    )
+    command.add_argument(
+        "--fit", metavar="FIT", help="of arena, hybrid and pinned policies: same (default), first:F or TRACE[:first:F]"
+    )
+    command.add_argument("--arena-fraction", type=float, metavar="F", help="of hybrid: locked share of the capacity")
+    command.add_argument(
+        "--admit", metavar="TABLE", help="of page_cache_admission: FIT:top:N, or a Parquet or CSV file"
+    )
+    command.add_argument(
+        "--miss-path", choices=READ_PATHS, help="how arena, hybrid and page_cache_admission read what they do not hold"
+    )
+    command.add_argument("--seed", type=count, default=0, metavar="N", help="of policy random (default 0)")
     command.add_argument("--mechanism", choices=MECHANISMS, default="none", help="what limits memory (default none)")
     command.add_argument(
         "--capacity", type=byte_size, metavar="B", help="most bytes of experts that may stay in memory"
+    )
+    command.add_argument(
+        "--wall", type=byte_size, metavar="B", help="instead of --capacity: all that the reader may use, own memory too"
     )
     command.add_argument("--headroom", type=byte_size, default=0, metavar="B", help="memory allowed beyond (default 0)")
     command.add_argument(
@@ -60,7 +94,11 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     command.add_argument("--allow-thrash", action="store_true", help="measure a capacity below the reads in flight")
     command.add_argument("--allow-unsuitable", action="store_true", help="measure, and mark, a pool that is on no disk")
     command.add_argument(
-        "--fadvise", choices=FADVICES, default="random", help="random (default): no readahead; normal: the kernel's"
+        "--fadvise",
+        choices=FADVICES,
+        default="random",
+        help="random (default): no readahead; willneed: none, and each read is announced; normal, sequential, noreuse: "
+        "the kernel's readahead under that advice",
     )
     command.add_argument(
         "--device",
@@ -80,7 +118,20 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="also write the table replay_access: what each access found resident (with --observe every and --data)",
     )
     command.add_argument("--verify", action="store_true", help="check all content read, not first and last pages only")
-    command.add_argument("--repeat", type=count, default=1, metavar="N", help="run so many times (default 1)")
+    command.add_argument(
+        "--repeat", type=count, metavar="N", help="run so many times (default 1, or what an experiment says)"
+    )
+    command.add_argument(
+        "--experiment",
+        metavar="NAME",
+        help="run an experiment instead: one shipped with the replayer, or a TOML file",
+    )
+    sizes = command.add_mutually_exclusive_group()
+    sizes.add_argument("--fit-machine", action="store_true", help="scale the experiment's sizes to this machine")
+    sizes.add_argument("--as-published", action="store_true", help="use the sizes of the study")
+    command.add_argument(
+        "--experiment-seed", type=count, metavar="N", help="of the order of its runs (default: what it says)"
+    )
     command.add_argument("--wait", type=count, default=0, metavar="S", help="seconds to wait for another replay to end")
     command.add_argument("--data", type=Path, metavar="DIR", help="append the runs to the results of this data folder")
     command.add_argument("--json", action="store_true", help="print one JSON document")
@@ -91,17 +142,33 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
 def _replay(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.threads <= _MAX_THREADS:
         raise UnusableReplay(f"--threads {arguments.threads}, wanted 1 to {_MAX_THREADS}")
-    if not 1 <= arguments.repeat <= _MAX_REPEAT:
+    if arguments.repeat is not None and not 1 <= arguments.repeat <= _MAX_REPEAT:
         raise UnusableReplay(f"--repeat {arguments.repeat}, wanted 1 to {_MAX_REPEAT}")
     if arguments.accesses and (arguments.observe != "every" or arguments.data is None):
         raise UnusableReplay(
             f"--accesses with --observe {arguments.observe} and {'no ' if arguments.data is None else ''}--data; it is "
             "a table of all accesses, so observe every one and name the data folder to write to"
         )
+    if arguments.experiment is not None:
+        from replayer.experiment_cli import run_experiment
+
+        return run_experiment(arguments)
+    if arguments.fit_machine or arguments.as_published:
+        raise UnusableReplay("--fit-machine and --as-published scale an --experiment; leave them out")
+    if len(arguments.trace) > 1 or len(arguments.pool) > 1:
+        raise UnusableReplay("several traces or pools belong to an --experiment; name one of each")
     request = Request(
         owner=arguments.owner,
+        policy=arguments.policy,
+        scope=arguments.scope,
+        fit=arguments.fit,
+        admit=arguments.admit,
+        arena_fraction=arguments.arena_fraction,
+        miss_path=arguments.miss_path,
+        seed=arguments.seed,
         mechanism=arguments.mechanism,
         capacity_bytes=arguments.capacity,
+        wall_bytes=arguments.wall,
         headroom_bytes=arguments.headroom,
         outer_group_bytes=arguments.machine_bytes,
         fadvise=arguments.fadvise,
@@ -114,7 +181,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         allow_thrash=arguments.allow_thrash,
         allow_unsuitable=arguments.allow_unsuitable,
     )
-    trace, pool = read_trace(arguments.trace), read_pool(arguments.pool)
+    trace, pool = read_trace(arguments.trace[0]), read_pool(arguments.pool[0])
     for leftover in remove_leftovers():
         print(f"replayer: {leftover}", file=sys.stderr)
     data = None if arguments.data is None else DataFolder(arguments.data)
@@ -126,7 +193,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     documents = []
     valid = True
     unsaved = None
-    for repeat in range(arguments.repeat):
+    for repeat in range(arguments.repeat or 1):
         result = replay(
             trace,
             pool,
@@ -152,7 +219,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         if result.run["status"] != "complete" or unsaved is not None:
             break
     if arguments.json:
-        print(json.dumps(documents[0] if arguments.repeat == 1 else documents))
+        print(json.dumps(documents[0] if arguments.repeat in (None, 1) else documents))
     if unsaved is not None:
         raise unsaved
     return 0 if valid else 1
@@ -207,7 +274,8 @@ def _print_run(result: Run) -> None:
         ("demand", "demand_bytes"), ("device, measured", "device_bytes"), ("missing before reads", "missing_bytes"),
         ("LRU misses at capacity, simulated", "nominal_miss_bytes"),
         ("LRU misses at residency, simulated", "resident_miss_bytes"),
-        ("resident, median of steps", "resident_median_bytes"), ("own memory", "own_anonymous_bytes"),
+        ("resident, median of steps", "resident_median_bytes"), ("locked for experts", "arena_bytes"),
+        ("own memory", "own_anonymous_bytes"), ("wall", "wall_bytes"),
     ):  # fmt: skip
         if run[name] is not None:
             print(f"  {label:<36} {format_bytes(run[name]):>12}")
@@ -215,6 +283,8 @@ def _print_run(result: Run) -> None:
         print(
             f"  stall of an event: median {run['stall_median_ns'] / 1e6:.2f} ms, p99 {run['stall_p99_ns'] / 1e6:.2f} ms"
         )
+    if run["arena_hits"] is not None:
+        print(f"  served from locked memory: {run['arena_hits']:,} of {run['accesses']:,} accesses")
     held = sum(proof["held"] is True for proof in result.proofs)
     print(
         f"  proofs: {held} of {len(result.proofs)} held; bytes {_verdict(run, 'bytes')}; times {_verdict(run, 'time')}"

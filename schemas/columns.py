@@ -42,16 +42,21 @@ SCORED_PHASES = ("prefill", "decode", "unknown", "all")
 CHECK_OUTCOMES = ("passed", "warned", "not_applicable")
 SOURCE_FORMATS = ("npz_experts", "route_csv_v1", "jsonl_tok_layers", "events_csv", "spec_jsonl")
 PREDICTORS = ("previous_token", "conditional")
-OWNERS = ("page_cache", "restream")
+OWNERS = (
+    "page_cache", "page_cache_mmap", "restream", "uncached", "arena", "hybrid", "user_cache", "page_cache_admission",
+)  # fmt: skip
+READ_PATHS = ("buffered", "direct", "uncached")
 MECHANISMS = ("cgroup", "balloon", "none")
 DESTINATIONS = ("cpu", "cuda", "none")
-FADVICES = ("random", "normal")
+FADVICES = ("random", "normal", "sequential", "noreuse", "willneed")
 OBSERVATIONS = ("none", "sample", "every")
 VERIFICATIONS = ("edges", "all")
 RUN_STATUSES = ("complete", "interrupted", "failed", "killed")
-POOL_LAYOUTS = ("per_expert", "per_layer", "stacked")
+POOL_LAYOUTS = ("per_expert", "per_layer", "stacked", "mapped")
 SPOILS = ("bytes", "time")
 TOPICS = ("execution", "workload", "regime", "oracle")
+RUN_ORDERS = ("random", "pairs")
+SIZINGS = ("as_written", "fit_machine", "as_published")
 
 
 def _count(name: str, description: str, unit: str | None = None) -> Column:
@@ -351,9 +356,43 @@ _DEFINITIONS = [
     Column("time_reasons", pl.String, "why time_valid is false, in words; empty if it is true"),
     Column("thrash", pl.Boolean, "whether the capacity is smaller than the reads in flight, by request"),
     Column("owner", pl.String, "who holds experts in memory", values=OWNERS),
+    Column(
+        "miss_path",
+        pl.String,
+        "how an expert is read that the owner does not hold or admit: through the page cache, past it (O_DIRECT), or "
+        "dropped from it again (RWF_DONTCACHE); null where the page cache alone owns",
+        values=READ_PATHS,
+    ),
+    Column("arena_fraction", pl.Float64, "share of the capacity that locked memory holds; null without", minimum=0),
+    _count("arena_bytes", "locked memory for experts, read back (VmLck); null without", "byte"),
+    _count("preload_ns", "time in which locked memory was filled, before either pass; null without", "ns"),
+    _count("arena_hits", "accesses served from locked memory"),
+    _count("direct_bytes", "bytes that reads past the page cache asked for, widened to the device's alignment", "byte"),
+    Column("together_id", pl.String, "names the replays that ran together; null of one that ran alone"),
+    Column(
+        "tenant_number",
+        pl.Int64,
+        "which of the replays that ran together, from 0; null of one that ran alone",
+        minimum=0,
+    ),
+    _count("tenants", "replays that ran together, this one included; null of one that ran alone"),
+    Column(
+        "shares_wall",
+        pl.Boolean,
+        "whether one limit was around all of them, the sum of their capacities; null of one that ran alone",
+    ),
+    _count("overlap_ns", "time in which all of them were in their measured pass; null of one that ran alone", "ns"),
+    _count(
+        "decide_ns", "time in which the policy of a user-space cache decided: inside wall_ns, outside any stall", "ns"
+    ),
     Column("mechanism", pl.String, "what limits the memory", values=MECHANISMS),
     Column("mechanism_detail", pl.String, "how exactly: version of the cgroup, what stood for the machine"),
-    Column("fadvise", pl.String, "advice on the pool's files: random turns readahead off", values=FADVICES),
+    Column(
+        "fadvise",
+        pl.String,
+        "advice on the pool's files: random turns readahead off, willneed does so too and announces each read",
+        values=FADVICES,
+    ),
     Column(
         "destination",
         pl.String,
@@ -391,7 +430,7 @@ _DEFINITIONS = [
     _count("reads", "accesses whose every extent was read in full"),
     _count("returned_bytes", "bytes of experts that the reads returned", "byte"),
     _count("observed_accesses", "accesses whose residency was asked for before the read"),
-    _count("native_hits", "observed accesses with every page resident"),
+    _count("native_hits", "observed accesses with every page resident, or served from locked memory"),
     _count("native_partial_hits", "observed accesses with some pages resident"),
     _count("native_misses", "observed accesses with no page resident"),
     _ratio("native_hit_rate", "native_hits", "observed_accesses", "measured hit rate"),
@@ -468,6 +507,97 @@ _DEFINITIONS = [
         "simulated_hits", "accesses a simulated LRU of resident_median_bytes (global, event-atomic, same passes) hits"
     ),
     _count("simulated_misses", "accesses it misses"),
+    # experiments
+    Column(
+        "experiment_id",
+        pl.String,
+        "the experiment's name + first 12 hex digits of SHA-256 over what its conditions ask for, traces, pools, seed, "
+        "machine and version; not over the number of repetitions, so that more of them continue it",
+    ),
+    Column("experiment", pl.String, "name of the experiment, as its file has it"),
+    Column("asks", pl.String, "the question an experiment is to answer"),
+    Column(
+        "run_order",
+        pl.String,
+        "random: each block holds every condition once, shuffled; pairs: two conditions after one another, first, "
+        "second and drawn in turn",
+        values=RUN_ORDERS,
+    ),
+    Column(
+        "sizes",
+        pl.String,
+        "whether sizes are as the file has them, made smaller to fit the machine, or the study's",
+        values=SIZINGS,
+    ),
+    Column("order_seed", pl.Int64, "seed of the order in which conditions were run", minimum=0),
+    _count("conditions", "conditions of the experiment"),
+    _count("repetitions", "repetitions asked for of each condition"),
+    Column("definition", pl.String, "JSON of what each condition asks for, sizes in bytes, traces and pools by id"),
+    Column("finished", pl.Boolean, "whether every condition has all repetitions, complete and valid in bytes"),
+    Column(
+        "digests_agree",
+        pl.Boolean,
+        "whether all counted runs of the same steps of one trace and pool consumed the same content; null if none did",
+    ),
+    Column(
+        "relative_wall_difference",
+        pl.Float64,
+        "largest (highest − lowest) ÷ highest wall_bytes among conditions that were to have equal walls; null if none",
+        minimum=0,
+    ),
+    Column("finding", pl.String, "the paragraph: effects, their spread, and whether they are outside it"),
+    Column("condition", pl.String, "label of the condition within the experiment"),
+    Column("tenant", pl.String, "which of the replays that a condition starts together; null if it starts one alone"),
+    Column("repetition", pl.Int64, "which repetition of its condition, from 0", minimum=0),
+    Column(
+        "attempt",
+        pl.Int64,
+        "which attempt at this repetition, from 0: a run that does not count is repeated",
+        minimum=0,
+    ),
+    Column("position", pl.Int64, "place among the attempts of the experiment, in the order they were begun", minimum=0),
+    Column("metric", pl.String, "a column of replay_run, or made of some of them; its unit ends its name"),
+    _count("runs", "runs that were started, whatever came of them"),
+    _count("valid_runs", "runs of these that are valid in bytes"),
+    _count("counted_runs", "repetitions that count and have the metric: times only where time_valid"),
+    Column("median_value", pl.Float64, "lower median of the metric over counted runs, in the metric's unit"),
+    Column("lowest_value", pl.Float64, "the same, least"),
+    Column("highest_value", pl.Float64, "the same, greatest"),
+    Column("relative_spread", pl.Float64, "(highest − lowest) ÷ median; null of a median of 0", minimum=0),
+    Column("baseline", pl.String, "what a condition is compared with; several stand for the sum of their metrics"),
+    _count("pairs", "repetitions that condition and baseline both have with a ratio of the metric"),
+    Column(
+        "effect", pl.Float64, "lower median over pairs of condition ÷ baseline; null where there is no ratio", minimum=0
+    ),
+    Column("effect_low", pl.Float64, "the same, least", minimum=0),
+    Column("effect_high", pl.Float64, "the same, greatest", minimum=0),
+    Column(
+        "self_low",
+        pl.Float64,
+        "least ratio of two repetitions of one condition, of the condition's and the baseline's; null without two each",
+        minimum=0,
+    ),
+    Column("self_high", pl.Float64, "the same, greatest", minimum=0),
+    Column(
+        "outside_spread",
+        pl.Boolean,
+        "whether the effect is below self_low or above self_high; if not there is none; null if that cannot be told",
+    ),
+    Column(
+        "inverse_capacity_deviation",
+        pl.Float64,
+        "median ÷ (the largest capacity's median × largest capacity ÷ this capacity) − 1; null but for a response",
+    ),
+    Column(
+        "inverse_residency_deviation",
+        pl.Float64,
+        "the same with the measured bytes of experts held in the place of the capacity",
+    ),
+    Column(
+        "monotone",
+        pl.Boolean,
+        "whether the metric's medians never fall as the capacity does, over all capacities; null but for a response",
+    ),
     # proofs
     Column(
         "spoils", pl.String, "what a proof that fails makes worthless: bytes (then time as well) or time", values=SPOILS
@@ -476,7 +606,7 @@ _DEFINITIONS = [
     Column("tolerance", pl.String, "how far found may be from expected; empty if not at all"),
     Column("held", pl.Boolean, "whether the proof held; null if it could not be made, then found says why"),
     # pools
-    Column("layout", pl.String, "how experts lie in files", values=POOL_LAYOUTS),
+    Column("layout", pl.String, "how experts lie in files; mapped: as a checkpoint has them", values=POOL_LAYOUTS),
     Column("content", pl.String, "what the bytes are: synthetic_v… or null for a checkpoint"),
     _count("alignment_bytes", "every slice of an expert starts at a multiple of this", "byte"),
     _count("files", "files of the pool"),

@@ -252,16 +252,29 @@ class ReplayedRun(_Document):
     time_valid: bool
     time_reasons: str
     thrash: bool
-    owner: Literal["page_cache", "restream"]
+    owner: Literal[
+        "page_cache", "page_cache_mmap", "restream", "uncached", "arena", "hybrid", "user_cache", "page_cache_admission"
+    ]
+    policy: str | None
+    scope: Literal["layer", "global"] | None
+    fit: str | None
+    admission: str | None
+    seed: int | None
+    arena_fraction: float | None
+    miss_path: Literal["buffered", "direct", "uncached"] | None
     mechanism: Literal["cgroup", "balloon", "none"]
     mechanism_detail: str | None
-    fadvise: Literal["random", "normal"]
+    fadvise: Literal["random", "normal", "sequential", "noreuse", "willneed"]
     destination: Literal["cpu", "cuda", "none"]
     threads: int
     observe: Literal["none", "sample", "every"]
     residency_counter: Literal["cachestat", "mincore"] | None
     verify: Literal["edges", "all"]
     repeat: int
+    together_id: str | None
+    tenant_number: int | None
+    tenants: int | None
+    shares_wall: bool | None
     step_begin: int
     step_end: int
     access_order: Literal["router", "ascending", "descending", "random"]
@@ -274,6 +287,9 @@ class ReplayedRun(_Document):
     enforced_bytes: int | None
     balloon_bytes: int | None
     outer_group_bytes: int | None
+    arena_bytes: int | None
+    preload_bytes: int | None
+    preload_ns: int | None
     cold_resident_bytes: int | None
     resident_median_bytes: int | None
     resident_max_bytes: int | None
@@ -290,7 +306,9 @@ class ReplayedRun(_Document):
     native_partial_hits: int | None
     native_misses: int | None
     native_hit_rate: float | None
+    arena_hits: int | None
     missing_bytes: int | None
+    direct_bytes: int | None
     device_bytes: int | None
     device_bytes_counter: str | None
     warm_device_bytes: int | None
@@ -303,6 +321,7 @@ class ReplayedRun(_Document):
     resident_miss_bytes: int | None
     amplification_resident: float | None
     interval_ns: int | None
+    overlap_ns: int | None
     wall_ns: int | None
     check_ns: int | None
     step_median_ns: int | None
@@ -311,6 +330,7 @@ class ReplayedRun(_Document):
     stall_p99_ns: int | None
     observe_ns: int | None
     verify_ns: int | None
+    decide_ns: int | None
     cpu_ns: int | None
     consumed_digest: str | None
     checked_bytes: int | None
@@ -318,9 +338,11 @@ class ReplayedRun(_Document):
 
 
 class _Pool(_Document):
+    """`filesystem` and the four after it are of the first unsuitable storage, or of the first; `devices` are of all."""
+
     pool_id: str
     folder: str
-    layout: Literal["per_expert", "per_layer", "stacked"]
+    layout: Literal["per_expert", "per_layer", "stacked", "mapped"]
     content: str | None
     alignment_bytes: int
     moe_layers: int
@@ -333,6 +355,7 @@ class _Pool(_Document):
     storage_kind: str
     suitable_storage: bool
     storage_reason: str
+    devices: list[str | None]
     unsuitable_storage_when_built: str | None
 
 
@@ -343,8 +366,28 @@ class BuiltPool(_Pool):
     written_bytes: int
 
 
+class MappedPool(_Pool):
+    """`replayer pool map --json`: the routed experts of a checkpoint, and what looked like some and was left out."""
+
+    class LeftOut(_Document):
+        """Tensors left out for one reason."""
+
+        reason: str
+        tensors: int
+        bytes: int
+
+    checkpoint: str
+    scheme: str
+    parts: list[str]
+    moe_layer_ids: list[int]
+    experts_per_layer: list[int]
+    expert_bytes_min: int
+    expert_bytes_max: int
+    left_out: list[LeftOut]
+
+
 class VerifiedPool(_Pool):
-    """`replayer pool verify --json`."""
+    """`replayer pool verify --json`; of a mapped pool no content is checked."""
 
     class Check(_Document):
         """What one check wanted of the files, and found."""
@@ -411,3 +454,80 @@ class Probe(_Document):
     machine: dict[str, str | int | bool | None]
     capabilities: list[Capability]
     bandwidth: Bandwidth | None
+
+
+class ExperimentOutcome(_Document):
+    """`replayer replay --experiment … --json`: a row of table `experiment`, with the rows of the tables beside it.
+
+    `started_runs` are the attempts of this call; `by_run` has every run of the experiment, earlier calls' too.
+    """
+
+    class StartedRun(_Document):
+        """A row of table `experiment_run`, with what came of the run."""
+
+        run_id: str
+        experiment_id: str
+        trace_id: str
+        condition: str
+        tenant: str | None
+        repetition: int
+        attempt: int
+        position: int
+        status: Literal["complete", "interrupted", "failed", "killed"]
+        bytes_valid: bool
+        time_valid: bool
+
+    class MeasuredMetric(_Document):
+        """A row of table `experiment_condition`."""
+
+        experiment_id: str
+        condition: str
+        tenant: str | None
+        metric: str
+        runs: int
+        valid_runs: int
+        counted_runs: int
+        median_value: float | None
+        lowest_value: float | None
+        highest_value: float | None
+        relative_spread: float | None
+
+    class Effect(_Document):
+        """A row of table `experiment_effect`."""
+
+        experiment_id: str
+        condition: str
+        tenant: str | None
+        metric: str
+        baseline: str
+        pairs: int
+        effect: float | None
+        effect_low: float | None
+        effect_high: float | None
+        self_low: float | None
+        self_high: float | None
+        outside_spread: bool | None
+        inverse_capacity_deviation: float | None
+        inverse_residency_deviation: float | None
+        monotone: bool | None
+
+    experiment_id: str
+    experiment: str
+    asks: str
+    run_order: Literal["random", "pairs"]
+    sizes: Literal["as_written", "fit_machine", "as_published"]
+    order_seed: int
+    conditions: int
+    repetitions: int
+    machine_id: str
+    definition: str
+    runs: int
+    valid_runs: int
+    finished: bool
+    digests_agree: bool | None
+    relative_wall_difference: float | None
+    finding: str
+    started_runs: int
+    by_run: list[StartedRun]
+    by_condition: list[MeasuredMetric]
+    effects: list[Effect]

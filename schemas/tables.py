@@ -186,28 +186,32 @@ _TABLES = [
         key=("run_id",),
         measures=(
             "started_at", "condition_hash", "trace_id", "pool_id", "machine_id", "replayer_version", "status",
-            "failure", "bytes_valid", "bytes_reasons", "time_valid", "time_reasons", "thrash", "owner", "mechanism",
-            "mechanism_detail", "fadvise", "destination", "threads", "observe", "residency_counter", "verify", "repeat",
-            "step_begin", "step_end", "access_order", "warm_pass", "capacity_bytes", "headroom_bytes",
-            "own_anonymous_bytes", "own_kernel_bytes", "wall_bytes", "enforced_bytes", "balloon_bytes",
-            "outer_group_bytes", "cold_resident_bytes", "resident_median_bytes", "resident_max_bytes", "replayed_steps",
-            "events", "selections", "accesses", "union_ratio", "demand_bytes", "reads", "returned_bytes",
-            "observed_accesses", "native_hits", "native_partial_hits", "native_misses", "native_hit_rate",
-            "missing_bytes", "device_bytes", "device_bytes_counter", "warm_device_bytes", "own_fault_bytes",
+            "failure", "bytes_valid", "bytes_reasons", "time_valid", "time_reasons", "thrash", "owner", "policy",
+            "scope", "fit", "admission", "seed", "arena_fraction", "miss_path", "mechanism", "mechanism_detail",
+            "fadvise", "destination", "threads", "observe", "residency_counter", "verify", "repeat", "together_id",
+            "tenant_number", "tenants", "shares_wall", "step_begin", "step_end", "access_order", "warm_pass",
+            "capacity_bytes", "headroom_bytes", "own_anonymous_bytes", "own_kernel_bytes", "wall_bytes",
+            "enforced_bytes", "balloon_bytes", "outer_group_bytes", "arena_bytes", "preload_bytes", "preload_ns",
+            "cold_resident_bytes", "resident_median_bytes", "resident_max_bytes", "replayed_steps", "events",
+            "selections", "accesses", "union_ratio", "demand_bytes", "reads", "returned_bytes", "observed_accesses",
+            "native_hits", "native_partial_hits", "native_misses", "native_hit_rate", "arena_hits", "missing_bytes",
+            "direct_bytes", "device_bytes", "device_bytes_counter", "warm_device_bytes", "own_fault_bytes",
             "overshoot_bytes", "raced_pages", "neighbor_bytes", "nominal_miss_bytes", "amplification_nominal",
-            "resident_miss_bytes", "amplification_resident", "interval_ns", "wall_ns", "check_ns", "step_median_ns",
-            "stall_ns", "stall_median_ns", "stall_p99_ns", "observe_ns", "verify_ns", "cpu_ns", "consumed_digest",
-            "checked_bytes",
+            "resident_miss_bytes", "amplification_resident", "interval_ns", "overlap_ns", "wall_ns", "check_ns",
+            "step_median_ns", "stall_ns", "stall_median_ns", "stall_p99_ns", "observe_ns", "verify_ns", "decide_ns",
+            "cpu_ns", "consumed_digest", "checked_bytes",
         ),
         nullable=frozenset({
-            "failure", "mechanism_detail", "residency_counter", "capacity_bytes", "own_anonymous_bytes",
-            "own_kernel_bytes", "wall_bytes", "enforced_bytes", "balloon_bytes", "outer_group_bytes",
-            "cold_resident_bytes", "resident_median_bytes", "resident_max_bytes", "reads", "returned_bytes",
-            "observed_accesses", "native_hits", "native_partial_hits", "native_misses", "missing_bytes", "device_bytes",
-            "device_bytes_counter", "warm_device_bytes", "own_fault_bytes", "overshoot_bytes", "raced_pages",
-            "neighbor_bytes", "nominal_miss_bytes", "resident_miss_bytes", "interval_ns", "wall_ns", "check_ns",
-            "step_median_ns", "stall_ns", "stall_median_ns", "stall_p99_ns", "observe_ns", "verify_ns", "cpu_ns",
-            "consumed_digest", "checked_bytes",
+            "failure", "policy", "scope", "fit", "admission", "seed", "arena_fraction", "miss_path", "arena_bytes",
+            "preload_bytes", "preload_ns", "arena_hits", "direct_bytes", "decide_ns", "mechanism_detail",
+            "residency_counter", "capacity_bytes", "own_anonymous_bytes", "own_kernel_bytes", "wall_bytes",
+            "enforced_bytes", "balloon_bytes", "outer_group_bytes", "cold_resident_bytes", "resident_median_bytes",
+            "resident_max_bytes", "reads", "returned_bytes", "observed_accesses", "native_hits", "native_partial_hits",
+            "native_misses", "missing_bytes", "device_bytes", "device_bytes_counter", "warm_device_bytes",
+            "own_fault_bytes", "overshoot_bytes", "raced_pages", "neighbor_bytes", "nominal_miss_bytes",
+            "resident_miss_bytes", "interval_ns", "wall_ns", "check_ns", "step_median_ns", "stall_ns",
+            "stall_median_ns", "stall_p99_ns", "observe_ns", "verify_ns", "cpu_ns", "consumed_digest", "checked_bytes",
+            "together_id", "overlap_ns", "tenant_number", "tenants", "shares_wall",
         }),
         sums=(("observed_accesses", ("native_hits", "native_partial_hits", "native_misses")),),
     ),
@@ -274,6 +278,45 @@ _TABLES = [
             "logical_block_bytes",
         }),
     ),
+    Table(
+        name="experiment",
+        grain="One row per experiment: what was asked for, and what its runs show so far.",
+        key=("experiment_id",),
+        measures=(
+            "experiment", "asks", "run_order", "sizes", "order_seed", "conditions", "repetitions", "machine_id",
+            "definition", "runs", "valid_runs", "finished", "digests_agree", "relative_wall_difference", "finding",
+        ),
+        nullable=frozenset({"digests_agree", "relative_wall_difference"}),
+    ),
+    Table(
+        name="experiment_run",
+        grain="One row per native replay that an experiment started.",
+        key=("run_id",),
+        measures=("experiment_id", "trace_id", "condition", "tenant", "repetition", "attempt", "position"),
+        nullable=frozenset({"tenant"}),
+    ),
+    Table(
+        name="experiment_condition",
+        grain="One row per experiment, condition, tenant and metric.",
+        key=("experiment_id", "condition", "tenant", "metric"),
+        measures=(
+            "runs", "valid_runs", "counted_runs", "median_value", "lowest_value", "highest_value", "relative_spread",
+        ),
+        nullable=frozenset({"tenant", "median_value", "lowest_value", "highest_value", "relative_spread"}),
+    ),
+    Table(
+        name="experiment_effect",
+        grain="One row per experiment, condition that is no baseline, tenant and metric.",
+        key=("experiment_id", "condition", "tenant", "metric"),
+        measures=(
+            "baseline", "pairs", "effect", "effect_low", "effect_high", "self_low", "self_high", "outside_spread",
+            "inverse_capacity_deviation", "inverse_residency_deviation", "monotone",
+        ),
+        nullable=frozenset({
+            "tenant", "effect", "effect_low", "effect_high", "self_low", "self_high", "outside_spread",
+            "inverse_capacity_deviation", "inverse_residency_deviation", "monotone",
+        }),
+    ),
 ]  # fmt: skip
 
 TABLES: dict[str, Table] = {table.name: table for table in _TABLES}
@@ -290,6 +333,9 @@ FILE_TABLES: dict[str, Table] = {
 
 REPLAY_TABLES = ("replay_run", "replay_step", "replay_layer", "replay_proof", "pool", "machine")
 """What a native replay writes, the row that makes a run exist among them."""
+
+EXPERIMENT_TABLES = ("experiment", "experiment_run", "experiment_condition", "experiment_effect")
+"""What `replayer replay --experiment` writes beside the runs themselves."""
 
 SWEEP_TABLES = ("sweep",)
 """What `replayer sweep` writes; all other tables come from analyses."""

@@ -71,23 +71,25 @@ ROWS: dict[str, dict] = {
         "chance_predicted_accesses": 2.0, "chance_recall_all": 0.125,
     },
     "replay_run": {
-        "run_id": "20261202T033000-0a1b2c3d", "started_at": "2026-12-02T03:30:00.000000Z",
-        "condition_hash": "0123456789ab", "trace_id": "tiny", "pool_id": "pool-1", "machine_id": "machine-1",
-        "replayer_version": "0.1.0", "status": "complete", "failure": None, "bytes_valid": True, "bytes_reasons": "",
-        "time_valid": True, "time_reasons": "", "thrash": False, "owner": "page_cache", "mechanism": "cgroup",
+        "run_id": "20261202T033000-0a1b2c3d", "started_at": "2026-12-02T03:30:00.000000Z", "condition_hash":
+        "0123456789ab", "trace_id": "tiny", "pool_id": "pool-1", "machine_id": "machine-1", "replayer_version": "0.1.0",
+        "status": "complete", "failure": None, "bytes_valid": True, "bytes_reasons": "", "time_valid": True,
+        "time_reasons": "", "thrash": False, "owner": "page_cache", "policy": None, "scope": None, "fit": None,
+        "admission": None, "seed": None, "arena_fraction": None, "miss_path": None, "mechanism": "cgroup",
         "mechanism_detail": "cgroup v2", "fadvise": "random", "destination": "cpu", "threads": 8, "observe": "every",
-        "residency_counter": "cachestat", "verify": "edges", "repeat": 0, "step_begin": 0, "step_end": 10,
-        "access_order": "router", "warm_pass": True, "capacity_bytes": 400, "headroom_bytes": 0,
-        "own_anonymous_bytes": 1000, "own_kernel_bytes": 100, "wall_bytes": 1500, "enforced_bytes": 400,
-        "balloon_bytes": None, "outer_group_bytes": None, "cold_resident_bytes": 0, "resident_median_bytes": 390,
-        "resident_max_bytes": 400, "replayed_steps": 10, "events": 20, "selections": 40, "accesses": 40,
-        "union_ratio": 1.0, "demand_bytes": 4000, "reads": 40, "returned_bytes": 4000, "observed_accesses": 40,
-        "native_hits": 20, "native_partial_hits": 5, "native_misses": 15, "native_hit_rate": 0.5,
-        "missing_bytes": 1800, "device_bytes": 1800, "device_bytes_counter": "c", "warm_device_bytes": 2400,
-        "own_fault_bytes": 0, "overshoot_bytes": None, "raced_pages": 0, "neighbor_bytes": 0,
-        "nominal_miss_bytes": 1500, "amplification_nominal": 1.2, "resident_miss_bytes": 1600,
-        "amplification_resident": 1.125, "interval_ns": 1000, "wall_ns": 900, "check_ns": 90, "step_median_ns": 90,
-        "stall_ns": 800, "stall_median_ns": 40, "stall_p99_ns": 80, "observe_ns": 10, "verify_ns": 10, "cpu_ns": 500,
+        "residency_counter": "cachestat", "verify": "edges", "repeat": 0, "together_id": None, "tenant_number": None,
+        "tenants": None, "shares_wall": None, "step_begin": 0, "step_end": 10, "access_order": "router", "warm_pass":
+        True, "capacity_bytes": 400, "headroom_bytes": 0, "own_anonymous_bytes": 1000, "own_kernel_bytes": 100,
+        "wall_bytes": 1500, "enforced_bytes": 400, "balloon_bytes": None, "outer_group_bytes": None, "arena_bytes":
+        None, "preload_bytes": None, "preload_ns": None, "cold_resident_bytes": 0, "resident_median_bytes": 390,
+        "resident_max_bytes": 400, "replayed_steps": 10, "events": 20, "selections": 40, "accesses": 40, "union_ratio":
+        1.0, "demand_bytes": 4000, "reads": 40, "returned_bytes": 4000, "observed_accesses": 40, "native_hits": 20,
+        "native_partial_hits": 5, "native_misses": 15, "native_hit_rate": 0.5, "arena_hits": None, "missing_bytes":
+        1800, "direct_bytes": 0, "device_bytes": 1800, "device_bytes_counter": "c", "warm_device_bytes": 2400,
+        "own_fault_bytes": 0, "overshoot_bytes": None, "raced_pages": 0, "neighbor_bytes": 0, "nominal_miss_bytes":
+        1500, "amplification_nominal": 1.2, "resident_miss_bytes": 1600, "amplification_resident": 1.125, "interval_ns":
+        1000, "overlap_ns": None, "wall_ns": 900, "check_ns": 90, "step_median_ns": 90, "stall_ns": 800,
+        "stall_median_ns": 40, "stall_p99_ns": 80, "observe_ns": 10, "verify_ns": 10, "decide_ns": None, "cpu_ns": 500,
         "consumed_digest": "0" * 16, "checked_bytes": 4000,
     },
     "replay_step": {
@@ -122,6 +124,27 @@ ROWS: dict[str, dict] = {
         "filesystem": "ext4", "mount_options": "rw", "block_device": "nvme0n1", "block_device_model": None,
         "read_ahead_bytes": 131072, "io_scheduler": "none", "rotational": False, "max_io_bytes": 131072,
         "logical_block_bytes": 512,
+    },
+    "experiment": {
+        "experiment_id": "equal-memory-0123456789ab", "experiment": "equal-memory", "asks": "who?",
+        "run_order": "random", "sizes": "fit_machine", "order_seed": 0, "conditions": 2, "repetitions": 5,
+        "machine_id": "machine-1", "definition": "{}", "runs": 10, "valid_runs": 10, "finished": True,
+        "digests_agree": True, "relative_wall_difference": 0.0, "finding": "No effect.",
+    },
+    "experiment_run": {
+        "run_id": "20261202T033000-0a1b2c3d", "experiment_id": "equal-memory-0123456789ab", "trace_id": "tiny",
+        "condition": "page cache", "tenant": None, "repetition": 0, "attempt": 0, "position": 3,
+    },
+    "experiment_condition": {
+        "experiment_id": "equal-memory-0123456789ab", "condition": "page cache", "tenant": None,
+        "metric": "device_bytes", "runs": 5, "valid_runs": 5, "counted_runs": 5, "median_value": 1800.0,
+        "lowest_value": 1700.0, "highest_value": 1880.0, "relative_spread": 0.1,
+    },
+    "experiment_effect": {
+        "experiment_id": "equal-memory-0123456789ab", "condition": "arena", "tenant": None, "metric": "device_bytes",
+        "baseline": "page cache", "pairs": 5, "effect": 0.75, "effect_low": 0.7, "effect_high": 0.8, "self_low": 0.9,
+        "self_high": 1.1, "outside_spread": True, "inverse_capacity_deviation": None,
+        "inverse_residency_deviation": None, "monotone": None,
     },
 }  # fmt: skip
 ROWS["sweep"] = {"cell_hash": "0123456789abcdef", **ROWS["hit_rate"]}

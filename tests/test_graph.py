@@ -24,7 +24,7 @@ from pipeline.replays import pool_of, unreplayed_traces
 from pipeline.results import PER_TRACE_TABLES, stale_traces
 from replayer.machine import storage_of
 from schemas.files import DataFolder
-from schemas.tables import REPLAY_TABLES, SWEEP_TABLES, TABLES
+from schemas.tables import EXPERIMENT_TABLES, REPLAY_TABLES, SWEEP_TABLES, TABLES
 from schemas.trace import UserMetadata
 from tests.raw_dumps import random_routes, route_csv_dump, tok_layers_dump
 
@@ -89,8 +89,8 @@ def test_the_graph_is_what_it_was():
 
 def test_every_table_has_an_asset_of_its_name_with_a_description_and_a_blocking_check():
     graph = defs.resolve_asset_graph()
-    # A sweep is asked for on the command line; the warehouse loads its folder.
-    for name in [*(set(TABLES) - set(SWEEP_TABLES)), "routing"]:
+    # A sweep or an experiment is asked for on the command line; the warehouse loads its folder.
+    for name in [*(set(TABLES) - set(SWEEP_TABLES) - set(EXPERIMENT_TABLES)), "routing"]:
         node = graph.get(dg.AssetKey(name))
         assert node.description
         specs = [graph.get_check_spec(key) for key in node.check_keys]
@@ -106,9 +106,9 @@ def test_a_dump_goes_all_the_way_to_warehouse_and_report(data):
         for name, table in TABLES.items():
             columns = [row[0] for row in connection.execute(f"DESCRIBE {name}").fetchall()]
             assert columns == list(table.column_names), name
-            # Analyses neither replay natively nor sweep.
+            # Analyses neither replay natively, nor sweep, nor experiment.
             rows = connection.execute(f"SELECT count(*) FROM {name}").fetchall()[0][0]
-            assert (rows == 0) == (name in (*REPLAY_TABLES, *SWEEP_TABLES)), name
+            assert (rows == 0) == (name in (*REPLAY_TABLES, *EXPERIMENT_TABLES, *SWEEP_TABLES)), name
         assert connection.execute("SELECT count(*) FROM routing").fetchall()[0][0] == 2 * (12 + 120)
     assert list(stale_traces(data)) == []
     assert first in data.report.read_text()

@@ -47,6 +47,7 @@ class Bench:
     schedule: loop.Schedule
     extents: loop.Extents
     results: loop.Results
+    decisions: loop.Decisions
     setting: loop.Setting
     destinations: loop.Destinations
     counters: loop.Counters
@@ -57,7 +58,10 @@ class Bench:
         return len(self.destinations.slots)
 
     def work(self, thread: int) -> None:
-        loop.work(thread, self.schedule, self.extents, self.results, self.setting, self.destinations, self.counters)
+        loop.work(
+            thread, self.schedule, self.extents, self.results, self.decisions, self.setting, self.destinations,
+            self.counters,
+        )  # fmt: skip
 
     def start(self, threads: Sequence[int] | None = None) -> list[threading.Thread]:
         numbers = range(self.num_threads) if threads is None else threads
@@ -110,9 +114,12 @@ def bench(
         slot_offset=ones * 0,
         first_word=ones * 0,
         map_address=ones * 0,
+        held_offset=ones * 0,
         layer_id=ones * LAYER_ID,
         expert_id=np.arange(NUM_OBJECTS, dtype=np.int64),
         key=np.array([expert_key(LAYER_ID, expert) for expert in range(NUM_OBJECTS)], dtype=np.uint64),
+        path=np.full(NUM_OBJECTS, loop.BUFFERED, dtype=np.uint8),
+        held_address=ones * 0,
         file_fd=np.array([descriptor], dtype=np.int32),
         file_bytes=np.array([NUM_OBJECTS * EXPERT_BYTES], dtype=np.int64),
         file_map_address=np.zeros(1, dtype=np.int64),
@@ -122,6 +129,7 @@ def bench(
         end_ns=np.zeros(accesses, dtype=np.int64),
         returned=np.full(accesses, loop.NOT_REACHED, dtype=np.int64),
         missing_pages=np.full(accesses, loop.NOT_OBSERVED, dtype=np.int32),
+        path=np.full(accesses, loop.NOT_SERVED, dtype=np.uint8),
         step_begin_ns=np.zeros(num_steps, dtype=np.int64),
         step_end_ns=np.zeros(num_steps, dtype=np.int64),
         check_end_ns=np.zeros(num_steps, dtype=np.int64),
@@ -137,8 +145,8 @@ def bench(
         control=np.zeros(8, dtype=np.int64),
     )
     plain = {
-        "barrier": barrier.address, "page_bytes": PAGE, "residency": RESIDENCY, "observe_every": 1,
-        "verify": loop.VERIFY_ALL, "copy": 0, "synchronize": 0,
+        "barrier": barrier.address, "served": 0, "page_bytes": PAGE, "residency": RESIDENCY, "observe_every": 1,
+        "announce_bytes": 0, "verify": loop.VERIFY_ALL, "copy": 0, "synchronize": 0,
     }  # fmt: skip
     return Bench(
         schedule=loop.Schedule(
@@ -149,6 +157,7 @@ def bench(
         ),
         extents=extents,
         results=results,
+        decisions=loop.Decisions(np.zeros(accesses, dtype=np.int64), np.zeros(accesses, dtype=np.uint8)),
         setting=loop.Setting(**{**plain, **setting}),
         destinations=loop.Destinations(
             slots=np.frombuffer(memory, dtype=np.uint8).reshape(threads, slots, slot_bytes),

@@ -464,6 +464,8 @@ def test_a_hole_is_found_without_reading_content(tmp_path):
         (lambda stored, table: (stored | {"pool_id": "pool-0"}, table), "under the name pool-0"),
         (lambda stored, table: (stored | {"layout": "stacked"}, table), "parts"),
         (lambda stored, table: (stored | {"layout": "heap"}, table), "layout"),
+        (lambda stored, table: (stored | {"content": None}, table), "content None in layout per_layer"),
+        (lambda stored, table: (stored | {"layout": "mapped"}, table), "in layout mapped"),
         (lambda stored, table: (stored | {"schema_version": "9.0"}, table), "format 9.0"),
         (lambda stored, table: (stored | {"alignment_bytes": "4096"}, table), "alignment_bytes"),
         (lambda stored, table: (stored | {"experts_per_layer": [3, 3]}, table), "6 experts"),
@@ -491,7 +493,7 @@ def test_a_hole_is_found_without_reading_content(tmp_path):
         ),
         (
             lambda stored, table: (
-                stored | {"content": None},
+                stored,
                 table.set_column(4, table.schema.field(4), pa.array(table["offset_bytes"].to_pylist()[:1] * 5)),
             ),
             "share bytes of a file",
@@ -509,6 +511,28 @@ def test_a_damaged_manifest_is_named_in_one_line(tmp_path, change, named):
     with pytest.raises(MalformedPool, match=named) as caught:
         read_pool(pool.folder)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_manifests_and_builds_of_format_1_0_are_read_and_go_on(tmp_path):
+    pool = built(small(), tmp_path / "pool")
+    path = pool.folder / MANIFEST
+    table = pq.read_table(path)
+    stored = json.loads(table.schema.metadata[b"expert_tier_pool"])
+    assert stored.pop("checkpoint") is None
+    old = stored | {"schema_version": "1.0"}
+    pq.write_table(table.replace_schema_metadata({"expert_tier_pool": json.dumps(old)}), path)
+    again = read_pool(pool.folder)
+    # Recorded from the version that wrote format 1.0: an id outlives the format.
+    assert plan_pool([3, 7], [3, 2], 12288, layout="stacked", alignment_bytes=4096).pool_id == "pool-ebb1f67e478d"
+    assert (again.pool_id, again.checkpoint) == (pool.pool_id, None)
+    assert failed(again) == {}
+    path.unlink()
+    request = {
+        "schema_version": "1.0", "content": "synthetic_v1", "layout": "per_layer", "alignment_bytes": PAGE,
+        "moe_layer_ids": [3, 7], "experts_per_layer": [3, 2], "expert_bytes": [3 * PAGE] * 5,
+    }  # fmt: skip
+    (pool.folder / ".request.json").write_text(json.dumps(request))
+    assert failed(built(small(), pool.folder)) == {}
 
 
 def test_files_are_not_held_against_a_manifest_of_another_making(tmp_path):

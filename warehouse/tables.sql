@@ -386,6 +386,13 @@ CREATE TABLE replay_run (
     time_reasons           VARCHAR NOT NULL,
     thrash                 BOOLEAN NOT NULL,
     owner                  VARCHAR NOT NULL,
+    policy                 VARCHAR,
+    scope                  VARCHAR,
+    fit                    VARCHAR,
+    admission              VARCHAR,
+    seed                   BIGINT,
+    arena_fraction         DOUBLE,
+    miss_path              VARCHAR,
     mechanism              VARCHAR NOT NULL,
     mechanism_detail       VARCHAR,
     fadvise                VARCHAR NOT NULL,
@@ -395,6 +402,10 @@ CREATE TABLE replay_run (
     residency_counter      VARCHAR,
     verify                 VARCHAR NOT NULL,
     repeat                 BIGINT  NOT NULL,
+    together_id            VARCHAR,
+    tenant_number          BIGINT,
+    tenants                BIGINT,
+    shares_wall            BOOLEAN,
     step_begin             BIGINT  NOT NULL,
     step_end               BIGINT  NOT NULL,
     access_order           VARCHAR NOT NULL,
@@ -407,6 +418,9 @@ CREATE TABLE replay_run (
     enforced_bytes         BIGINT,
     balloon_bytes          BIGINT,
     outer_group_bytes      BIGINT,
+    arena_bytes            BIGINT,
+    preload_bytes          BIGINT,
+    preload_ns             BIGINT,
     cold_resident_bytes    BIGINT,
     resident_median_bytes  BIGINT,
     resident_max_bytes     BIGINT,
@@ -423,7 +437,9 @@ CREATE TABLE replay_run (
     native_partial_hits    BIGINT,
     native_misses          BIGINT,
     native_hit_rate        DOUBLE,
+    arena_hits             BIGINT,
     missing_bytes          BIGINT,
+    direct_bytes           BIGINT,
     device_bytes           BIGINT,
     device_bytes_counter   VARCHAR,
     warm_device_bytes      BIGINT,
@@ -436,6 +452,7 @@ CREATE TABLE replay_run (
     resident_miss_bytes    BIGINT,
     amplification_resident DOUBLE,
     interval_ns            BIGINT,
+    overlap_ns             BIGINT,
     wall_ns                BIGINT,
     check_ns               BIGINT,
     step_median_ns         BIGINT,
@@ -444,6 +461,7 @@ CREATE TABLE replay_run (
     stall_p99_ns           BIGINT,
     observe_ns             BIGINT,
     verify_ns              BIGINT,
+    decide_ns              BIGINT,
     cpu_ns                 BIGINT,
     consumed_digest        VARCHAR,
     checked_bytes          BIGINT
@@ -550,4 +568,74 @@ CREATE TABLE machine (
     rotational          BOOLEAN,
     max_io_bytes        BIGINT,
     logical_block_bytes BIGINT
+);
+
+-- One row per experiment: what was asked for, and what its runs show so far.
+-- Key: experiment_id
+CREATE TABLE experiment (
+    experiment_id            VARCHAR NOT NULL,
+    experiment               VARCHAR NOT NULL,
+    asks                     VARCHAR NOT NULL,
+    run_order                VARCHAR NOT NULL,
+    sizes                    VARCHAR NOT NULL,
+    order_seed               BIGINT  NOT NULL,
+    conditions               BIGINT  NOT NULL,
+    repetitions              BIGINT  NOT NULL,
+    machine_id               VARCHAR NOT NULL,
+    definition               VARCHAR NOT NULL,
+    runs                     BIGINT  NOT NULL,
+    valid_runs               BIGINT  NOT NULL,
+    finished                 BOOLEAN NOT NULL,
+    digests_agree            BOOLEAN,
+    relative_wall_difference DOUBLE,
+    finding                  VARCHAR NOT NULL
+);
+
+-- One row per native replay that an experiment started.
+-- Key: run_id
+CREATE TABLE experiment_run (
+    run_id        VARCHAR NOT NULL,
+    experiment_id VARCHAR NOT NULL,
+    trace_id      VARCHAR NOT NULL,
+    condition     VARCHAR NOT NULL,
+    tenant        VARCHAR,
+    repetition    BIGINT  NOT NULL,
+    attempt       BIGINT  NOT NULL,
+    position      BIGINT  NOT NULL
+);
+
+-- One row per experiment, condition, tenant and metric.
+-- Key: experiment_id, condition, tenant, metric
+CREATE TABLE experiment_condition (
+    experiment_id   VARCHAR NOT NULL,
+    condition       VARCHAR NOT NULL,
+    tenant          VARCHAR,
+    metric          VARCHAR NOT NULL,
+    runs            BIGINT  NOT NULL,
+    valid_runs      BIGINT  NOT NULL,
+    counted_runs    BIGINT  NOT NULL,
+    median_value    DOUBLE,
+    lowest_value    DOUBLE,
+    highest_value   DOUBLE,
+    relative_spread DOUBLE
+);
+
+-- One row per experiment, condition that is no baseline, tenant and metric.
+-- Key: experiment_id, condition, tenant, metric
+CREATE TABLE experiment_effect (
+    experiment_id               VARCHAR NOT NULL,
+    condition                   VARCHAR NOT NULL,
+    tenant                      VARCHAR,
+    metric                      VARCHAR NOT NULL,
+    baseline                    VARCHAR NOT NULL,
+    pairs                       BIGINT  NOT NULL,
+    effect                      DOUBLE,
+    effect_low                  DOUBLE,
+    effect_high                 DOUBLE,
+    self_low                    DOUBLE,
+    self_high                   DOUBLE,
+    outside_spread              BOOLEAN,
+    inverse_capacity_deviation  DOUBLE,
+    inverse_residency_deviation DOUBLE,
+    monotone                    BOOLEAN
 );

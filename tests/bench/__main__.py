@@ -22,7 +22,7 @@ import polars as pl
 from pipeline.ingest import ingest
 from schemas.files import DataFolder
 from schemas.trace import UserMetadata
-from tests.bench import loop, page_cache_model, policies, pool, replay, stream
+from tests.bench import loop, owners, page_cache_model, policies, pool, replay, stream
 from tests.bench.processes import peak_of
 
 REPETITIONS = 5
@@ -201,6 +201,7 @@ SAMPLED_BENCHES = {
     "pool": pool.main,
     "loop": loop.main,
     "cpu": loop.cpu,
+    "owners": owners.main,
     "replay": replay.main,
     "policies": policies.main,
     "model": page_cache_model.main,

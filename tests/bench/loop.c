@@ -7,16 +7,19 @@
 #include <errno.h>
 #include <pthread.h>
 #include <stdint.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
 /* Fields as in Plan of tests/bench/loop.py. Of each event (num_events + 1): event_first_access. Of each access: fd,
-   offset, length, begin_ns, end_ns, returned. ticket: (num_events,), zero. stop: set from outside, or by a failure. */
+   offset, length, begin_ns, end_ns, returned, and source, where its bytes are copied from, null to read them all.
+   ticket: (num_events,), zero. stop: set from outside, or by a failure. */
 struct plan {
     int64_t num_threads, num_events, has_barrier, slot_bytes;
     const int64_t *event_first_access;
     const int32_t *fd;
     const int64_t *offset, *length;
+    char *const *source;
     char *slots;
     int64_t *ticket, *stop, *begin_ns, *end_ns, *returned;
 };
@@ -37,6 +40,10 @@ static int64_t now_ns(void) {
 static void read_access(const struct plan *plan, char *slot, int64_t access) {
     int64_t got = 0, length = plan->length[access];
     plan->begin_ns[access] = now_ns();
+    if (plan->source) {
+        memcpy(slot, plan->source[access], length);
+        got = length;
+    }
     while (got < length) {
         ssize_t count = pread(plan->fd[access], slot + got, length - got, plan->offset[access] + got);
         if (count < 0 && errno == EINTR)

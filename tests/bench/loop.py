@@ -63,7 +63,7 @@ class Plan(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_threads", "num_events", "has_barrier", "slot_bytes")),
-        *((name, ctypes.c_void_p) for name in ("event_first_access", "fd", "offset", "length", "slots")),
+        *((name, ctypes.c_void_p) for name in ("event_first_access", "fd", "offset", "length", "source", "slots")),
         *((name, ctypes.c_void_p) for name in ("ticket", "stop", "begin_ns", "end_ns", "returned")),
     )
 
@@ -108,9 +108,12 @@ class Reads:
             slot_offset=nothing,
             first_word=offset // 8,
             map_address=nothing,
+            held_offset=nothing,
             layer_id=file,
             expert_id=nothing,
             key=np.array([expert_key(number, 0) for number in range(len(sizes))], dtype=np.uint64)[file],
+            path=np.full(extents, loop.BUFFERED, dtype=np.uint8),
+            held_address=np.zeros(extents, dtype=np.int64),
             file_fd=np.asarray(observed, dtype=np.int32),
             file_bytes=np.array([os.fstat(descriptor).st_size for descriptor in observed], dtype=np.int64),
             file_map_address=np.zeros(len(observed), dtype=np.int64),
@@ -125,6 +128,7 @@ class Reads:
             end_ns=np.zeros(accesses, dtype=np.int64),
             returned=np.zeros(accesses, dtype=np.int64),
             missing_pages=np.zeros(accesses, dtype=np.int32),
+            path=np.zeros(accesses, dtype=np.uint8),
             resident_pages=np.zeros(steps, dtype=np.int64),
             digest=np.zeros(THREADS, dtype=np.uint64),
             verify_ns=np.zeros(THREADS, dtype=np.int64),
@@ -135,6 +139,7 @@ class Reads:
             **by_thread,
             **steps_ns,
         )
+        self.decisions = loop.Decisions(np.zeros(accesses, dtype=np.int64), np.zeros(accesses, dtype=np.uint8))
         # Zeroed memory is not there before it is written to.
         for array in self.results:
             array.fill(1)
@@ -152,15 +157,18 @@ class Reads:
         self.fd_of_access = self.extents.fd[self.schedule.objects]
         self.offset_of_access = offset[self.schedule.objects]
         self.length_of_access = self.extents.length[self.schedule.objects]
+        self.source_of_access: np.ndarray | None = None
         self.failed = np.ones(accesses, dtype=bool)
 
     def by_numba(self, *, barrier: bool, observe_every: int = 0, verify: int = loop.VERIFY_NONE) -> Run:
         """Our loop, on Python threads that are there before the clock runs."""
         setting = loop.Setting(
             barrier=self.barrier.address if barrier else 0,
+            served=0,
             page_bytes=PAGE_BYTES,
             residency=loop.RESIDENCY_CACHESTAT,
             observe_every=observe_every,
+            announce_bytes=0,
             verify=verify,
             copy=0,
             synchronize=0,
@@ -169,7 +177,10 @@ class Reads:
 
         def demand(number: int) -> None:
             gate.wait()
-            loop.work(number, self.schedule, self.extents, self.results, setting, self.destinations, self.counters)
+            loop.work(
+                number, self.schedule, self.extents, self.results, self.decisions, setting, self.destinations,
+                self.counters,
+            )  # fmt: skip
 
         return self._run([threading.Thread(target=demand, args=(number,)) for number in range(THREADS)], gate)
 
@@ -185,6 +196,7 @@ class Reads:
             self.fd_of_access.ctypes.data,
             self.offset_of_access.ctypes.data,
             self.length_of_access.ctypes.data,
+            None if self.source_of_access is None else self.source_of_access.ctypes.data,
             self.destinations.slots.ctypes.data,
             results.ticket.ctypes.data,
             results.control.ctypes.data + 8 * loop.STOP,
@@ -236,11 +248,12 @@ class Reads:
 class Fio:
     """fio with psync and one process per thread of ours, each replaying every eighth access."""
 
-    def __init__(self, reads: Reads, paths: Sequence[Path], folder: Path) -> None:
+    def __init__(self, reads: Reads, paths: Sequence[Path], folder: Path, *, direct: bool = False) -> None:
         self.folder, self.bytes = folder, reads.bytes
         folder.mkdir()
         objects = reads.schedule.objects
         jobs = "[global]\nioengine=psync\nrw=read\niodepth=1\ninvalidate=0\nfadvise_hint=random\n"
+        jobs += "direct=1\n" if direct else ""
         for number in range(THREADS):
             lines = ["fio version 2 iolog"]
             for action in ("add", "open"):

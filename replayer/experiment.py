@@ -1,0 +1,723 @@
+"""A TOML file → the conditions of an experiment, the order its cells run in, and which of them remain to run.
+
+Texts, sizes and ids in, values out: no run is made here and no result is read. What came of the runs is judged in
+`experiment_findings`; `experiment_cli` reads, runs and writes. The experiments that are shipped lie in `experiments/`.
+
+A condition is what a run, or several started together, is asked for; a cell is one repetition of one condition; a block
+holds each condition once. A condition belongs to a group: those that differ only in what [[condition]] says, and among
+which comparisons are made.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from replayer.accounting import Request
+from replayer.experiment_findings import FINDINGS, METRICS, Design, Member
+from replayer.quantities import format_bytes, parse_bytes, parse_fraction
+from schemas.columns import (
+    DESTINATIONS,
+    FADVICES,
+    MECHANISMS,
+    OBSERVATIONS,
+    OWNERS,
+    POLICIES,
+    READ_PATHS,
+    RUN_ORDERS,
+    SCOPES,
+    VERIFICATIONS,
+)
+
+FOLDER = Path(__file__).with_name("experiments")
+"""Where the shipped experiments lie."""
+
+MOST_BYTES_HERE = 2**33
+"""What `--fit-machine` lets the largest condition have at most: 8 GiB, or half of the machine's memory if that is less.
+Of all memory, not of what is available: an experiment keeps its sizes, and its name, until it is finished."""
+
+MOST_ATTEMPTS = 3
+"""How often a call tries a cell whose runs do not count."""
+
+_MOST_REPEATS = 10_000
+_MOST_CONDITIONS = 1_000
+_AXES = ("label", "tenants", "streams", "baseline", "shares_wall")
+"""Keys whose list is a value of its own, not one condition per item."""
+
+_MEMORY = ("capacity", "wall", "headroom", "machine_bytes")
+_TERM = re.compile(r"\s*([0-9./]+)\s*%\s*")
+_TRACE_OF_FIT = re.compile(r"@([0-9]{1,4})(?=:|$)")
+_TOP_SHARE = re.compile(r":top:([0-9.]{1,12})%$")
+
+
+class UnusableExperiment(ValueError):
+    """The file is none, or names what is not there or does not fit here: a call to correct. One line per fault."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+_Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
+_Label = Annotated[str, Field(min_length=1, max_length=200)]
+_TraceName = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
+
+
+class _Asked(_Model):
+    """One condition, every list expanded; what is left out is as `replayer replay` has it."""
+
+    label: _Label | None = None
+    baseline: bool = False
+    tenants: list[_Label] | None = None
+    shares_wall: bool = False
+    trace: _TraceName = 0
+    streams: list[_TraceName] | None = None
+    pool: Annotated[int, Field(ge=0)] = 0
+    owner: Literal[OWNERS] = "page_cache"  # type: ignore[valid-type]
+    mechanism: Literal[MECHANISMS] = "none"  # type: ignore[valid-type]
+    capacity: str | int | None = None
+    wall: str | int | None = None
+    headroom: str | int = 0
+    machine_bytes: str | int | None = None
+    miss_path: Literal[READ_PATHS] | None = None  # type: ignore[valid-type]
+    arena_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    policy: Literal[POLICIES] | None = None  # type: ignore[valid-type]
+    scope: Literal[SCOPES] | None = None  # type: ignore[valid-type]
+    fit: str | None = None
+    admit: str | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    fadvise: Literal[FADVICES] = "random"  # type: ignore[valid-type]
+    device: Literal[DESTINATIONS] = "cpu"  # type: ignore[valid-type]
+    threads: Annotated[int, Field(ge=1, le=256)] = 8
+    observe: Literal[OBSERVATIONS] = "every"  # type: ignore[valid-type]
+    verify: Literal[VERIFICATIONS] = "edges"  # type: ignore[valid-type]
+    cold: bool = False
+    steps: Annotated[str, Field(pattern=r"^[0-9]{0,10}:[0-9]{0,10}$")] = ":"
+    at_most_steps: Annotated[int, Field(ge=1)] | None = None
+    allow_thrash: bool = False
+    allow_unsuitable: bool = False
+
+
+class _Tenant(_Model):
+    name: _Label
+    trace: _TraceName = 0
+    streams: list[_TraceName] | None = None
+    pool: Annotated[int, Field(ge=0)] = 0
+
+
+class _File(_Model):
+    name: _Name
+    question: Annotated[str, Field(min_length=10, max_length=500)]
+    finding: Literal[FINDINGS]  # type: ignore[valid-type]
+    repeats: Annotated[int, Field(ge=1, le=_MOST_REPEATS)] = 5
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    order: Literal[RUN_ORDERS] = "random"  # type: ignore[valid-type]
+    metrics: Annotated[list[Literal[tuple(METRICS)]], Field(min_length=1)] = ["step_median_ns", "device_bytes"]  # type: ignore[valid-type]
+    published: dict[str, str] = {}
+    tenant: list[_Tenant] = []
+    common: dict[str, Any] = {}
+    condition: Annotated[list[dict[str, Any]], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class GivenTrace:
+    """A trace that the call names: steps without warm-up, experts of the largest layer and of all."""
+
+    path: str
+    trace_id: str
+    steps: int
+    experts_per_layer: int
+    experts: int
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the call and the machine bring. pools: (pool_id, bytes of its experts) each; memory in bytes."""
+
+    traces: Sequence[GivenTrace]
+    pools: Sequence[tuple[str, int]]
+    machine_id: str
+    memory_bytes: int
+    available_bytes: int
+    replayer_version: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One replay of a condition: traces by their place in the call, several to be merged as streams."""
+
+    tenant: str | None
+    streams: tuple[int, ...]
+    pool: int
+    request: Request
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What is repeated: one part, or several that run at the same time, in one wall or each in its own."""
+
+    label: str
+    arm: str
+    group: str
+    is_baseline: bool
+    shares_wall: bool
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A file that was made concrete for these traces, these pools and this machine.
+
+    definition: JSON of what every condition asks for, sizes in bytes; experiment_id names it with trace, pools, seed,
+    machine and replayer, but not the number of repetitions, so that more of them continue it.
+    """
+
+    experiment_id: str
+    name: str
+    question: str
+    finding: str
+    metrics: tuple[str, ...]
+    order: str
+    sizes: str
+    seed: int
+    repeats: int
+    conditions: tuple[Condition, ...]
+    definition: str
+
+    @property
+    def design(self) -> Design:
+        """What a judge of the runs has to know."""
+        return Design(
+            finding=self.finding,
+            metrics=self.metrics,
+            order=self.order,
+            repeats=self.repeats,
+            members=tuple(
+                Member(
+                    condition=one.label,
+                    arm=one.arm,
+                    group=one.group,
+                    is_baseline=one.is_baseline,
+                    tenants=tuple(part.tenant for part in one.parts),
+                    has_wall=all(part.request.wall_bytes is not None for part in one.parts),
+                    shares_wall=one.shares_wall,
+                )
+                for one in self.conditions
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One repetition of one condition."""
+
+    condition: str
+    repetition: int
+
+
+def shipped() -> list[str]:
+    """Names of the experiments that come with the package, sorted."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def find(name: str) -> Path:
+    """The file of a shipped experiment, or the file of that name.
+
+    Raises:
+        UnusableExperiment: there is neither.
+    """
+    if name in shipped():
+        return FOLDER / f"{name}.toml"
+    if name.endswith(".toml"):
+        return Path(name)
+    raise UnusableExperiment(
+        f"--experiment {name[:80]!r}, wanted one of {', '.join(shipped())}, or a file whose name ends in .toml"
+    )
+
+
+def resolve(
+    text: str,
+    source: str,
+    given: Given,
+    *,
+    sizes: str = "as_written",
+    seed: int | None = None,
+    repeats: int | None = None,
+) -> Experiment:
+    """The experiment that the TOML `text` of the file `source` describes.
+
+    sizes: of `schemas.columns.SIZINGS`; seed and repeats override the file's.
+
+    Raises:
+        UnusableExperiment: the text is malformed, or does not go together with what is given; one line per fault.
+    """
+    file = _parsed(text, source)
+    raw = [_expanded(entry, file, sizes, source, number) for number, entry in enumerate(file.condition, start=1)]
+    listed = list(itertools.chain.from_iterable(raw))
+    if len(listed) > _MOST_CONDITIONS:
+        raise UnusableExperiment(f"{source}: {len(listed)} conditions, wanted at most {_MOST_CONDITIONS}")
+    asked = _validated(listed, source)
+    factor = _factor([one for _, one in asked], given, source) if sizes == "fit_machine" else Fraction(1)
+    conditions = []
+    for labels, one in asked:
+        where = f"{source}: condition {labels.label!r}"
+        parts = tuple(
+            _part(one, tenant, given, factor, where, keeps_all_steps=sizes == "as_published")
+            for tenant in _tenants_of(one, file, where)
+        )
+        conditions.append(Condition(*labels, one.baseline, one.shares_wall, parts))
+    experiment = _named(file, conditions, given, sizes, seed, repeats)
+    _check_whole(experiment, source)
+    _check_fits(experiment, given, source)
+    return experiment
+
+
+def _parsed(text: str, source: str) -> _File:
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UnusableExperiment(f"{source}: no TOML: {error}") from None
+    try:
+        return _File.model_validate(table)
+    except ValidationError as error:
+        raise UnusableExperiment(_faults(error, source, _File)) from None
+
+
+def _faults(error: ValidationError, where: str, model: type[BaseModel]) -> str:
+    lines = []
+    for fault in error.errors():
+        # Members of a union are told apart by names that are none of the file's.
+        key = ".".join(str(part) for part in fault["loc"] if not re.search(r"[\[(]|^(int|str)$", str(part)))
+        if fault["type"] == "extra_forbidden":
+            lines.append(f"{where}: key {key}, wanted one of {', '.join(model.model_fields)}")
+        elif fault["type"] == "missing":
+            lines.append(f"{where}: key {key} is missing")
+        else:
+            wanted = fault["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+            lines.append(f"{where}: key {key}: wanted {wanted}, found {fault['input']!r:.60}")
+    return "\n".join(dict.fromkeys(lines))
+
+
+class _Labels(NamedTuple):
+    """What a condition is called; arm: its [[condition]] without the values of lists; group: those of [common]."""
+
+    label: str
+    arm: str
+    group: str
+
+
+_Listed = tuple[_Labels, dict[str, Any]]
+
+
+def _expanded(entry: dict[str, Any], file: _File, sizes: str, source: str, number: int) -> list[_Listed]:
+    """(labels, keys) of each combination of the lists of a [[condition]] and of [common]."""
+    where = f"{source}: condition {number}"
+    common = {key: value for key, value in file.common.items() if key not in entry}
+    if sizes == "as_published":
+        common = _published(common, file, where)
+        entry = _published(entry, file, where)
+    found = []
+    for own in _combinations(entry, where):
+        given = entry.get("label")
+        arm = given if isinstance(given, str) else str(own.get("owner", common.get("owner", "page_cache")))
+        said = own.pop("_said")
+        label = [arm, *said] if isinstance(given, str) or not said else said
+        for shared in _combinations(common, where):
+            group = shared.pop("_said")
+            found.append((_Labels(", ".join([*label, *group]), arm, ", ".join(group)), {**shared, **own}))
+    return found
+
+
+def _combinations(table: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Every combination of the values of keys that are lists; `_said` names the values chosen."""
+    axes = {key: value for key, value in table.items() if _is_axis(key, value)}
+    empty = [key for key, values in axes.items() if not values]
+    if empty:
+        raise UnusableExperiment(f"{where}: key {empty[0]}: wanted a value or a list of values, found an empty list")
+    rest = {key: value for key, value in table.items() if key not in axes}
+    return [
+        {
+            **rest,
+            **dict(zip(axes, values, strict=True)),
+            "_said": [_said(key, value) for key, value in zip(axes, values, strict=True)],
+        }
+        for values in itertools.product(*axes.values())
+    ]
+
+
+def _is_axis(key: str, value: Any) -> bool:
+    if key == "streams":
+        return isinstance(value, list) and any(isinstance(item, list) for item in value)
+    return isinstance(value, list) and key not in _AXES
+
+
+def _said(key: str, value: Any) -> str:
+    if key == "streams" and isinstance(value, list):
+        return "streams " + "+".join(str(item) for item in value)
+    return value if isinstance(value, str) else f"{key} {value}"
+
+
+def _published(table: dict[str, Any], file: _File, where: str) -> dict[str, Any]:
+    """The table with the study's sizes in the place of the file's."""
+
+    def of(size: Any) -> Any:
+        if isinstance(size, list):
+            return [of(one) for one in size]
+        if size not in file.published:
+            raise UnusableExperiment(
+                f"{where}: size {size!r} has no counterpart in [published] of {file.name}, so there is nothing to run "
+                "as published; leave --as-published out, or add one"
+            )
+        return file.published[size]
+
+    return {key: of(value) if key in _MEMORY else value for key, value in table.items()}
+
+
+def _validated(listed: Sequence[_Listed], source: str) -> list[tuple[_Labels, _Asked]]:
+    asked, faults = [], []
+    for labels, keys in listed:
+        try:
+            asked.append((labels, _Asked.model_validate(keys)))
+        except ValidationError as error:
+            faults.append(_faults(error, f"{source}: condition {labels.label!r}", _Asked))
+    if faults:
+        raise UnusableExperiment("\n".join(faults))
+    return asked
+
+
+@dataclass(frozen=True)
+class _Size:
+    """A share of the pool's bytes, plus bytes."""
+
+    share: Fraction
+    more: int
+
+    def bytes_of(self, pool_bytes: int, factor: Fraction) -> int:
+        # What comes beside a share is for the reader, and does not shrink with the pool's part.
+        more = self.more if self.share else int(self.more * factor)
+        return int(self.share * factor * pool_bytes) + more
+
+
+def _size(value: str | int, where: str) -> _Size:
+    """`40%`, `512MiB`, `40% + 128MiB`, or bytes."""
+    share, more = Fraction(0), 0
+    for term in str(value).split("+"):
+        percent = _TERM.fullmatch(term)
+        try:
+            if percent:
+                share += parse_fraction(percent.group(1)) / 100
+            else:
+                more += parse_bytes(term)
+        except ValueError as error:
+            raise UnusableExperiment(
+                f"{where}: wanted a size, a share of the pool or their sum, such as 512MiB, 40% or 40% + 128MiB, found "
+                f"{str(value)[:60]!r} ({error})"
+            ) from None
+    return _Size(share, more)
+
+
+def _factor(asked: Iterable[_Asked], given: Given, source: str) -> Fraction:
+    """At most 1: how much smaller sizes must be for the largest condition to fit this machine."""
+    most = min(MOST_BYTES_HERE, given.memory_bytes // 2)
+    factor = Fraction(1)
+    for one in asked:
+        pool_bytes = max(size for _, size in given.pools)
+        parts = len(one.tenants or [None])
+        for key in ("capacity", "wall"):
+            value = getattr(one, key)
+            if value is None:
+                continue
+            size = _size(value, f"{source}: key {key}")
+            fixed = parts * size.more if size.share else 0
+            scaled = parts * size.bytes_of(pool_bytes, Fraction(1)) - fixed
+            if fixed >= most:
+                raise UnusableExperiment(
+                    f"{source}: {value} leaves nothing for experts of the {format_bytes(most)} that --fit-machine may "
+                    "use here"
+                )
+            if scaled > most - fixed:
+                factor = min(factor, Fraction(most - fixed, scaled))
+    return factor
+
+
+def _tenants_of(one: _Asked, file: _File, where: str) -> list[_Tenant | None]:
+    if one.tenants is None:
+        return [None]
+    known = {tenant.name: tenant for tenant in file.tenant}
+    missing = [name for name in one.tenants if name not in known]
+    if missing or not one.tenants or len(set(one.tenants)) < len(one.tenants):
+        raise UnusableExperiment(
+            f"{where}: key tenants: wanted different names of [[tenant]] ({', '.join(known) or 'there is none'}), "
+            f"found {one.tenants}"
+        )
+    return [known[name] for name in one.tenants]
+
+
+def _part(
+    one: _Asked, tenant: _Tenant | None, given: Given, factor: Fraction, where: str, *, keeps_all_steps: bool
+) -> Part:
+    source = one if tenant is None else tenant
+    named = source.streams if source.streams is not None else [source.trace]
+    if not named:
+        raise UnusableExperiment(f"{where}: key streams: wanted at least one trace, found an empty list")
+    streams = tuple(_trace(name, given, where) for name in named)
+    if source.pool >= len(given.pools):
+        raise UnusableExperiment(
+            f"{where}: pool {source.pool} (from 0), but the call names {len(given.pools)}; give --pool once for each"
+        )
+    pool_bytes = given.pools[source.pool][1]
+
+    def sized(key: str) -> int | None:
+        value = getattr(one, key)
+        return None if value is None else _size(value, f"{where}: key {key}").bytes_of(pool_bytes, factor)
+
+    traces = [given.traces[stream] for stream in streams]
+    request = Request(
+        owner=one.owner,
+        mechanism=one.mechanism,
+        capacity_bytes=sized("capacity"),
+        wall_bytes=sized("wall"),
+        headroom_bytes=sized("headroom") or 0,
+        outer_group_bytes=sized("machine_bytes"),
+        miss_path=one.miss_path,
+        arena_fraction=one.arena_fraction,
+        policy=one.policy,
+        scope=one.scope,
+        fit=_with_paths(one.fit, given, where),
+        admit=_with_paths(_with_number(one.admit, one.scope, traces[0]), given, where),
+        seed=one.seed,
+        fadvise=one.fadvise,
+        destination=one.device,
+        threads=one.threads,
+        observe=one.observe,
+        verify=one.verify,
+        warm_pass=not one.cold,
+        steps=_steps(one, min(trace.steps for trace in traces), keeps_all_steps),
+        allow_thrash=one.allow_thrash,
+        allow_unsuitable=one.allow_unsuitable,
+    )
+    return Part(None if tenant is None else tenant.name, streams, source.pool, request)
+
+
+def _trace(name: int | str, given: Given, where: str) -> int:
+    if isinstance(name, int):
+        if name >= len(given.traces):
+            raise UnusableExperiment(
+                f"{where}: trace {name} (from 0), but the call names {len(given.traces)}; name more traces"
+            )
+        return name
+    found = [place for place, trace in enumerate(given.traces) if trace.trace_id.startswith(name)]
+    if len(found) != 1:
+        raise UnusableExperiment(
+            f"{where}: trace {name!r}, wanted the beginning of exactly one of "
+            f"{', '.join(trace.trace_id for trace in given.traces)}"
+        )
+    return found[0]
+
+
+def _with_paths(text: str | None, given: Given, where: str) -> str | None:
+    """`@1` of a fit or an admission is the second trace of the call."""
+    found = _TRACE_OF_FIT.match(text or "")
+    if text is None or found is None:
+        return text
+    return given.traces[_trace(int(found.group(1)), given, where)].path + text[found.end() :]
+
+
+def _with_number(admit: str | None, scope: str | None, trace: GivenTrace) -> str | None:
+    """`…:top:25%` as a number of experts, at least one: of each layer in scope layer, else of all."""
+    found = _TOP_SHARE.search(admit or "")
+    if admit is None or found is None:
+        return admit
+    experts = trace.experts_per_layer if scope == "layer" else trace.experts
+    return f"{admit[: found.start()]}:top:{max(1, int(parse_fraction(found.group(1)) / 100 * experts))}"
+
+
+def _steps(one: _Asked, available: int, keeps_all: bool) -> tuple[int | None, int | None]:
+    begin, _, end = one.steps.partition(":")
+    first, last = int(begin) if begin else None, int(end) if end else None
+    if one.at_most_steps is None or keeps_all:
+        return first, last
+    begins = first or 0
+    # Nothing is hidden by the shorter of the two: the run's row says which steps it replayed.
+    return begins, min(begins + one.at_most_steps, available if last is None else last)
+
+
+def _named(
+    file: _File, conditions: Sequence[Condition], given: Given, sizes: str, seed: int | None, repeats: int | None
+) -> Experiment:
+    seed = file.seed if seed is None else seed
+    repeats = file.repeats if repeats is None else repeats
+    paths = {trace.path: f"@{place}" for place, trace in enumerate(given.traces)}
+    asked = []
+    for one in conditions:
+        parts = []
+        for part in one.parts:
+            request = asdict(part.request)
+            for key in ("fit", "admit"):
+                request[key] = _without_paths(request[key], paths)
+            parts.append({"tenant": part.tenant, "streams": part.streams, "pool": part.pool, "request": request})
+        asked.append({"label": one.label, "group": one.group, "is_baseline": one.is_baseline,
+                      "shares_wall": one.shares_wall, "parts": parts})  # fmt: skip
+    said = {
+        "name": file.name,
+        "order": file.order,
+        "conditions": asked,
+        "traces": [trace.trace_id for trace in given.traces],
+        "pools": [pool_id for pool_id, _ in given.pools],
+    }
+    definition = json.dumps(said, sort_keys=True)
+    named = json.dumps([definition, seed, given.machine_id, given.replayer_version])
+    return Experiment(
+        experiment_id=f"{file.name}-{hashlib.sha256(named.encode()).hexdigest()[:12]}",
+        name=file.name,
+        question=file.question,
+        finding=file.finding,
+        metrics=tuple(file.metrics),
+        order=file.order,
+        sizes=sizes,
+        seed=seed,
+        repeats=repeats,
+        conditions=tuple(conditions),
+        definition=definition,
+    )
+
+
+def _without_paths(text: str | None, paths: Mapping[str, str]) -> str | None:
+    """A trace is what its id says, wherever it lies."""
+    for path, place in paths.items():
+        if text is not None and (text == path or text.startswith(path + ":")):
+            return place + text[len(path) :]
+    return text
+
+
+def _check_whole(experiment: Experiment, source: str) -> None:
+    """Refuses conditions among which nothing can be compared."""
+    labels = [one.label for one in experiment.conditions]
+    twice = {label for label in labels if labels.count(label) > 1}
+    if twice:
+        raise UnusableExperiment(f"{source}: two conditions are called {min(twice)!r}; give them different labels")
+    if len(labels) < 2:
+        raise UnusableExperiment(f"{source}: one condition, wanted at least two to compare")
+    for group, members in _groups(experiment.conditions).items():
+        among = f" of group {group!r}" if group else ""
+        baselines = [one for one in members if one.is_baseline]
+        if experiment.finding == "response":
+            sizes = [_memory_of(one) for one in members]
+            if baselines or None in sizes or len(set(sizes)) < len(sizes) or len(sizes) < 2:
+                raise UnusableExperiment(
+                    f"{source}: finding response wants different capacities{among} and no baseline, which is the "
+                    f"largest; found {len(members)} conditions of {len(set(sizes))} capacities"
+                )
+        elif not baselines or len(baselines) == len(members):
+            raise UnusableExperiment(
+                f"{source}: {len(baselines)} of {len(members)} conditions{among} have baseline = true, wanted one that "
+                "the others are compared with"
+            )
+        if experiment.order == "pairs" and len(members) != 2:
+            raise UnusableExperiment(f"{source}: order pairs wants two conditions{among}, found {len(members)}")
+    for one in experiment.conditions:
+        pools = [part.pool for part in one.parts]
+        if len(set(pools)) < len(pools):
+            raise UnusableExperiment(
+                f"{source}: condition {one.label!r}: tenants share pool {pools[0]}, wanted a pool of its own for each: "
+                "what one reads would be a hit of the other"
+            )
+        if one.shares_wall and len(one.parts) < 2:
+            raise UnusableExperiment(f"{source}: condition {one.label!r}: shares_wall of one tenant, wanted several")
+
+
+def _groups(conditions: Iterable[Condition]) -> dict[str, list[Condition]]:
+    groups: dict[str, list[Condition]] = {}
+    for one in conditions:
+        groups.setdefault(one.group, []).append(one)
+    return groups
+
+
+def _memory_of(one: Condition) -> int | None:
+    """What a condition may use, of all its tenants."""
+    sizes = [part.request.wall_bytes or part.request.capacity_bytes for part in one.parts]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def _check_fits(experiment: Experiment, given: Given, source: str) -> None:
+    """Refuses sizes that the machine does not have, or that hold the whole pool under the study's sizes."""
+    for one in experiment.conditions:
+        wanted = _memory_of(one)
+        if wanted is None:
+            continue
+        headroom = sum(part.request.headroom_bytes for part in one.parts if part.request.wall_bytes is None)
+        if wanted + headroom > given.available_bytes:
+            remedy = "add --fit-machine" if experiment.sizes == "as_written" else "use a machine with more memory"
+            if experiment.sizes == "fit_machine":
+                remedy = "end what holds the memory"
+            raise UnusableExperiment(
+                f"{source}: condition {one.label!r} wants {format_bytes(wanted + headroom)} of memory, but this "
+                f"machine has {format_bytes(given.available_bytes)} available; {remedy}"
+            )
+        for part in one.parts:
+            size = part.request.capacity_bytes or part.request.wall_bytes or 0
+            if experiment.sizes == "as_published" and size >= given.pools[part.pool][1]:
+                raise UnusableExperiment(
+                    f"{source}: condition {one.label!r} gives {format_bytes(size)} to a pool of "
+                    f"{format_bytes(given.pools[part.pool][1])}, which would fit whole, and nothing would be missed; "
+                    "use a pool of the study's size, or --fit-machine"
+                )
+
+
+def blocks(conditions: Sequence[Condition], repeats: int, seed: int, order: str) -> list[list[Cell]]:
+    """(repeats,) blocks, each with every condition once, in an order that only its number and the seed decide.
+
+    random: shuffled, and a block does not begin with what the one before ended with. pairs: the two conditions of each
+    group follow one another, in block 0, 3, 6 … in the order given, in block 1, 4 … the other way round, in block 2,
+    5 … as drawn; so either comes first equally often, and neighbours across blocks may be equal.
+    """
+    found: list[list[Cell]] = []
+    for repetition in range(repeats):
+        generator = np.random.default_rng([seed, repetition])
+        if order == "pairs":
+            pairs = [[one.label for one in members] for members in _groups(conditions).values()]
+            turned = [pair[::-1] if repetition % 3 == 1 else pair for pair in pairs]
+            if repetition % 3 == 2:
+                turned = [[pair[place] for place in generator.permutation(len(pair))] for pair in pairs]
+            labels = [label for place in generator.permutation(len(turned)) for label in turned[place]]
+        else:
+            labels = [conditions[place].label for place in generator.permutation(len(conditions))]
+            if found and len(labels) > 1 and labels[0] == found[-1][-1].condition:
+                other = int(generator.integers(1, len(labels)))
+                labels[0], labels[other] = labels[other], labels[0]
+        found.append([Cell(label, repetition) for label in labels])
+    return found
+
+
+def remaining(planned: Sequence[Sequence[Cell]], done: Collection[Cell]) -> list[list[Cell]]:
+    """What is left of the blocks, in the same order; blocks with nothing left are gone."""
+    left = [[cell for cell in block if cell not in done] for block in planned]
+    return [block for block in left if block]
+
+
+def run_block(block: Sequence[Cell], attempt: Callable[[Cell, int], bool], *, most: int = MOST_ATTEMPTS) -> list[Cell]:
+    """Calls `attempt` (cell, how often this call tried it before) for each cell; gives the cells that never counted.
+
+    `attempt` says whether the run counts as a repetition. What does not is tried again after the rest of its block, so
+    that repetitions stay close to the conditions they are compared with.
+    """
+    waiting = [(cell, 0) for cell in block]
+    lost = []
+    while waiting:
+        cell, tried = waiting.pop(0)
+        if attempt(cell, tried):
+            continue
+        if tried + 1 < most:
+            waiting.append((cell, tried + 1))
+        else:
+            lost.append(cell)
+    return lost
