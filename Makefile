@@ -7,7 +7,7 @@ PORT ?= 3000
 # Tests that replay nothing natively and time nothing: they run beside the others, which need the machine's one lock.
 PURE_TESTS := $(patsubst %,tests/test_%.py,bad_dumps canonical checkpoints curves disclosure dumps hit_curves hostile \
   intervals inversion libcachesim locality lookahead policies priorities published_values queues report sample simulate \
-  simulate_cli streams sweep trace warehouse)
+  simulate_cli streams sweep trace user_cache warehouse)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test dev bench format clean

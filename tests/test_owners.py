@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from safetensors.numpy import save_file
 
 from replayer import holdings, loop, owners
 from replayer import replay as supervisor
-from replayer.pool import PACKED, Pool
+from replayer.pool import PACKED, Pool, map_pool, read_pool
 from replayer.replay import Run, UnusableReplay, replay_together
 from replayer.replay_cli import write_run
 from replayer.simulate import Capacity, Window, outcomes, prepare
@@ -422,6 +423,36 @@ def test_interrupt_while_a_policy_decides_ends_the_run(trace: Trace, pool: Pool)
     )
     assert run.run["status"] == "interrupted"
     assert our_groups() == []
+
+
+# A checkpoint where it lies
+
+
+@pytest.mark.parametrize("owner", ["page_cache", "restream", "arena", "user_cache"])
+def test_checkpoint_is_replayed_in_place(folder: Path, owner: str) -> None:
+    """Three tensors an expert, of different sizes, in two files; offsets are where the format puts them."""
+    place = folder / "checkpoint"
+    if not (place / "map").exists():
+        place.mkdir(parents=True)
+        generator = np.random.default_rng(0)
+        for layer in (0, 1):
+            tensors = {
+                f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight": generator.integers(
+                    0, 255, (size,), dtype=np.uint8
+                ).reshape(-1, 7)
+                for expert in range(16)
+                for part, size in (("w1", 7 * 4001), ("w2", 7 * 3000), ("w3", 7 * 4001))
+            }
+            save_file(tensors, place / f"model-{layer + 1:05}-of-00002.safetensors")
+        map_pool(place, place / "map", allow_unsuitable=True)
+    mapped = read_pool(place / "map")
+    small = make_trace(routing(40, layers=2), layer_ids=[0, 1], num_experts=16, phases=["decode"] * 40)
+    capacity = {"capacity_bytes": MIB} if owners.holds_memory(owner) else {}
+    run = replayed(small, mapped, owner=owner, allow_unsuitable=True, **capacity, **OWNER_REQUESTS[owner])
+    assert failed(run) - {"pool on a device"} == set()
+    assert run.run["returned_bytes"] == run.run["demand_bytes"] == run.run["accesses"] * 7 * 11002
+    # Whoever owns, the same bytes are consumed.
+    assert run.run["consumed_digest"] == replayed(small, mapped, allow_unsuitable=True).run["consumed_digest"]
 
 
 # Several at once
