@@ -255,7 +255,29 @@ class ReplayedRun(_Document):
     owner: Literal[
         "page_cache", "page_cache_mmap", "restream", "uncached", "arena", "hybrid", "user_cache", "page_cache_admission"
     ]
-    policy: str | None
+    policy: (
+        Literal[
+            "lru",
+            "fifo",
+            "clock",
+            "sieve",
+            "s3fifo",
+            "arc",
+            "lfu_gated",
+            "lfu_always",
+            "lfu_in_cache",
+            "lfru",
+            "least_stale",
+            "static",
+            "pinned_lru",
+            "two_list",
+            "mglru",
+            "random",
+            "belady_bypass",
+            "belady_forced",
+        ]
+        | None
+    )
     scope: Literal["layer", "global"] | None
     fit: str | None
     admission: str | None
