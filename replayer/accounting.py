@@ -19,6 +19,7 @@ from replayer.loop import DIRECT, HELD
 from replayer.owners import ReadPlan, holds_memory, reads_directly
 from replayer.pool import Pool
 from replayer.recency import lru, lru_state
+from replayer.request import Request
 from replayer.trace import Trace, Walk, steps_without_warmup
 
 IntArray = npt.NDArray[np.int64]
@@ -34,41 +35,6 @@ _MEASURED = (
     "stall_median_ns", "stall_p99_ns", "observe_ns", "verify_ns", "decide_ns", "cpu_ns", "consumed_digest",
     "checked_bytes", "resident_median_bytes", "resident_max_bytes",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Request:
-    """What one run is asked for; everything that may change its numbers enters `condition_hash`.
-
-    capacity_bytes, wall_bytes and outer_group_bytes are null without a limit; of a wall, what the reader's own memory
-    and headroom leave is the capacity. steps is half-open, counted without warm-up steps. What owners take: arena,
-    hybrid and page_cache_admission a miss_path (`schemas.columns.READ_PATHS`); hybrid the arena_fraction of the
-    capacity; arena and hybrid a scope and the fit of their table; user_cache a policy, its scope, and fit where it is
-    pinned; page_cache_admission admit, as `simulate.Choices`.
-    """
-
-    owner: str = "page_cache"
-    mechanism: str = "none"
-    capacity_bytes: int | None = None
-    wall_bytes: int | None = None
-    headroom_bytes: int = 0
-    outer_group_bytes: int | None = None
-    miss_path: str | None = None
-    arena_fraction: float | None = None
-    policy: str | None = None
-    scope: str | None = None
-    fit: str | None = None
-    admit: str | None = None
-    seed: int = 0
-    fadvise: str = "random"
-    destination: str = "cpu"
-    threads: int = 8
-    observe: str = "every"
-    verify: str = "edges"
-    warm_pass: bool = True
-    steps: tuple[int | None, int | None] = (None, None)
-    allow_thrash: bool = False
-    allow_unsuitable: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +97,7 @@ class Recording:
     limits: Limits = field(default_factory=Limits)
     company: Company | None = None
     overlap_ns: int | None = None
+    shortest_ns: int | None = None
     holding: Holding | None = None
     arena_bytes: int | None = None
     preload_ns: int | None = None

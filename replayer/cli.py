@@ -9,8 +9,8 @@ from replayer.experiment import UnusableExperiment
 from replayer.pool import MalformedPool, PoolMismatch, UnsuitableStorage, UnusablePlan
 from replayer.pool_cli import add_pool_commands
 from replayer.probe_cli import add_probe_command
-from replayer.replay import UnusableReplay
 from replayer.replay_cli import add_replay_command
+from replayer.request import UnusableReplay
 from replayer.simulate import UnusableRequest
 from replayer.simulate_cli import add_simulate_commands
 from replayer.streams import UnmatchedTraces

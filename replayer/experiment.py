@@ -22,9 +22,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from replayer.accounting import Request
 from replayer.experiment_findings import FINDINGS, METRICS, Design, Member
 from replayer.quantities import format_bytes, parse_bytes, parse_fraction
+from replayer.request import Request
 from schemas.columns import (
     DESTINATIONS,
     FADVICES,

@@ -33,10 +33,11 @@ from replayer.experiment import (
     run_block,
 )
 from replayer.experiment_findings import METRICS, Evidence
-from replayer.machine import machine_row, storage_of
-from replayer.pool import Pool, read_pool
-from replayer.replay import Run, UnusableReplay, package_version, replay, replay_together
+from replayer.machine import machine_row
+from replayer.pool import Pool, pool_storages, read_pool
+from replayer.replay import Run, package_version, replay, replay_together
 from replayer.replay_cli import write_run
+from replayer.request import UnusableReplay
 from replayer.streams import merged
 from replayer.trace import Trace, read_trace, steps_without_warmup
 from schemas.files import DataFolder, publish
@@ -205,7 +206,7 @@ def _given(paths: Sequence[Path], traces: Sequence[Trace], pools: Sequence[Pool]
             for path, trace in zip(paths, traces, strict=True)
         ],
         pools=[(pool.pool_id, int(pool.object_bytes.sum())) for pool in pools],
-        machine_id=str(machine_row(storage_of(pools[0].folder))["machine_id"]),
+        machine_id=str(machine_row(pool_storages(pools[0])[0])["machine_id"]),
         memory_bytes=memory.get("MemTotal", 0),
         available_bytes=memory.get("MemAvailable", 0),
         replayer_version=package_version(),

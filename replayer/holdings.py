@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from replayer import policies, priorities, recency
 from replayer.caches import Caches, Events
-from replayer.owners import ReadPlan, holds_memory
+from replayer.owners import ReadPlan
+from replayer.request import Request, fits_a_table
 from replayer.simulate import Replay, admission_table, fitted_counts, layer_quotas
 from replayer.trace import Walk
 from replayer.user_cache import PINNED_FRACTION, Sizes, UserCache, plan_slots, rehearse
@@ -54,10 +55,7 @@ class Choice:
     next_time: npt.NDArray[Any]
 
 
-def choose(
-    resolved: Replay, *, owner: str, policy: str | None, scope: str | None, fit: str | None, admit: str | None,
-    warm_pass: bool,
-) -> Choice:  # fmt: skip
+def choose(resolved: Replay, request: Request) -> Choice:
     """Fits tables and looks into the future, as far as an owner asks for it.
 
     Raises:
@@ -65,11 +63,11 @@ def choose(
     """
     walk, layers = resolved.walk, resolved.trace.layer_first_object
     whole = np.array([0, resolved.trace.num_objects])
-    has_counts = owner in ("arena", "hybrid") or policy in policies.FITTED
-    passes = 2 if warm_pass else 1
+    scope, policy, admit = request.scope or "global", request.policy, request.admit
+    passes = 2 if request.warm_pass else 1
     return Choice(
-        counts=fitted_counts(resolved, fit or "same") if has_counts else None,
-        admitted=admission_table(resolved, scope or "global", admit) if admit is not None else None,
+        counts=fitted_counts(resolved, request.fit or "same") if fits_a_table(request) else None,
+        admitted=None if admit is None else admission_table(resolved, scope, admit),
         first_object=np.asarray(layers if scope == "layer" else whole, dtype=np.int64),
         cache=walk.layer.astype(np.int32) if scope == "layer" else np.zeros(walk.num_events, dtype=np.int32),
         next_time=_next_times(walk, passes, resolved.trace.num_objects)
@@ -97,14 +95,14 @@ def room_bytes(capacity_bytes: int, arena_fraction: float | None, headroom_bytes
 
 
 def hold(
-    choice: Choice, reads: ReadPlan, object_bytes: IntArray, walk: Walk, room: int, page_bytes: int, *,
-    policy: str | None, seed: int,
-) -> Holding:  # fmt: skip
+    choice: Choice, reads: ReadPlan, object_bytes: IntArray, walk: Walk, room: int, page_bytes: int, request: Request
+) -> Holding:
     """The table, or the slots, of so much room; the bookkeeping of a policy is taken off the room.
 
     Raises:
         ValueError: too little room for what one event asks for.
     """
+    policy, seed = request.policy, request.seed
     if policy is not None:
         largest = np.zeros(len(choice.first_object) - 1, dtype=np.int64)
         np.maximum.at(largest, choice.cache, np.diff(walk.first_access))
@@ -127,24 +125,21 @@ def hold(
     return Holding(int(held.sum()), int(object_bytes[table].sum()), place, None)
 
 
-def expected_hits(
-    choice: Choice, holding: Holding, walk: Walk, *, owner: str, policy: str | None, seed: int, passes: int
-) -> npt.NDArray[np.bool_] | None:
-    """(A,) accesses of the last pass that locked memory must serve; null without any.
+def expected_hits(choice: Choice, holding: Holding, walk: Walk, request: Request) -> npt.NDArray[np.bool_]:
+    """(A,) accesses of the last pass that locked memory must serve.
 
     Of a policy, the simulator's own walk over whole passes; of a table, what it names.
     """
-    if not holds_memory(owner):
-        return None
+    policy = request.policy
     if policy is None:
         named: npt.NDArray[np.bool_] = holding.place[walk.objects] >= 0
         return named
     assert holding.sizes is not None, "a policy has slots"
     caches = Caches(None, holding.sizes.decided, holding.sizes.first_object)
-    parameters = policies.Parameters(seed, choice.counts, PINNED_FRACTION)
+    parameters = policies.Parameters(request.seed, choice.counts, PINNED_FRACTION)
     run, state = policies.kernel_of(policy, "event_atomic", caches, parameters)
     was_hit = np.empty(len(walk.objects), dtype=np.uint8)
-    for passed in range(passes):
+    for passed in range(2 if request.warm_pass else 1):
         future = choice.next_time[passed] if len(choice.next_time) else None
         run(state, Events(walk.objects, walk.first_access, choice.cache, walk.step, future), caches, True, was_hit)
     return was_hit != 0

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 import replayer
 from replayer import counters, loop
-from replayer.accounting import Company, Limits, Recording, Request, access_columns, account
+from replayer.accounting import Company, Limits, Recording, access_columns, account
 from replayer.arena import Arena
 from replayer.capacity import Balloon, Group, find_memory_controller, launch_in, memory_group, remove_leftovers
 from replayer.content import expert_key
@@ -46,9 +46,9 @@ from replayer.owners import (
     reads_directly,
     ways_of,
 )
-from replayer.policies import FITTED
 from replayer.pool import Pool, UnsuitableStorage, check_against_trace, check_files, check_planned, pool_storages
 from replayer.proofs import Proof, prove, selected_events, verdicts
+from replayer.request import Request, UnusableReplay, check_request
 from replayer.simulate import UnusableRequest, Window, prepare
 from replayer.trace import Trace
 
@@ -77,10 +77,6 @@ _RESIDENCY = {"cachestat": loop.RESIDENCY_CACHESTAT, "mincore": loop.RESIDENCY_M
 _OBSERVE_EVERY = {"none": 0, "sample": SAMPLE_EVERY, "every": 1}
 _VERIFY = {"edges": loop.VERIFY_EDGES, "all": loop.VERIFY_ALL}
 MEASURE_COMMAND = (sys.executable, "-P", "-m", "replayer.measure")
-
-
-class UnusableReplay(ValueError):
-    """The run asked for cannot be made: a call to correct."""
 
 
 class ReplayBusy(OSError):
@@ -186,8 +182,7 @@ def replay_together(
             recordings,
             group,
         )
-        for recording in recordings:
-            recording.overlap_ns = _overlap_ns(recordings)
+        _note_overlap(recordings)
         return [tenant.account(repeat, False) for tenant in planned]
 
 
@@ -199,6 +194,9 @@ def _drive(runs: list[Iterator[None]], recordings: list[Recording], group: Group
         while alive:
             ended = [run for run in alive if next(run, alive) is alive]
             if ended and len(ended) < len(alive):
+                # An interrupt is for all; it reached the one that was waited for.
+                if any(recording.status == "interrupted" for recording in recordings):
+                    raise KeyboardInterrupt
                 for run in alive:
                     if run not in ended:
                         _throw(run, _Ended("failed", "another replay that ran together with it did not complete"))
@@ -207,8 +205,6 @@ def _drive(runs: list[Iterator[None]], recordings: list[Recording], group: Group
             if first and group is not None and alive:
                 _limit_together(recordings, group)
             first = False
-            if any(recording.status == "interrupted" for recording in recordings):
-                raise KeyboardInterrupt
     except KeyboardInterrupt:
         for run in runs:
             _throw(run, KeyboardInterrupt())
@@ -242,13 +238,15 @@ def _limit_together(recordings: list[Recording], group: Group) -> None:
         )
 
 
-def _overlap_ns(recordings: list[Recording]) -> int | None:
-    """Time in which all measured passes ran; null unless all completed."""
-    spans = [recording.span for recording in recordings]
-    if any(span is None for span in spans):
-        return None
-    begin = max(span["begin_ns"] for span in spans if span is not None)
-    return max(0, min(span["end_ns"] for span in spans if span is not None) - begin)
+def _note_overlap(recordings: list[Recording]) -> None:
+    """Time in which all measured passes ran, and the shortest of them; nothing unless all completed."""
+    spans = [recording.span for recording in recordings if recording.span is not None]
+    if len(spans) < len(recordings):
+        return
+    overlap = min(span["end_ns"] for span in spans) - max(span["begin_ns"] for span in spans)
+    for recording in recordings:
+        recording.overlap_ns = max(0, overlap)
+        recording.shortest_ns = min(span["end_ns"] - span["begin_ns"] for span in spans)
 
 
 @dataclasses.dataclass
@@ -261,7 +259,7 @@ class _Tenant:
 
     @classmethod
     def of(cls, trace: Trace, pool: Pool, request: Request) -> "_Tenant":
-        _check_request(request)
+        check_request(request)
         check_against_trace(pool, trace.metadata)
         if pool.content is not None:
             check_planned(pool)
@@ -329,15 +327,7 @@ def _plan(trace: Trace, pool: Pool, request: Request) -> Recording:
         own += [("balloon_status", 8192), ("balloon_stat", 1024)]
     if request.mechanism == "cgroup" or request.outer_group_bytes is not None:
         own += [("limit", 64), ("usage", 64)]
-    choice = choose(
-        resolved,
-        owner=request.owner,
-        policy=request.policy,
-        scope=request.scope,
-        fit=request.fit,
-        admit=request.admit,
-        warm_pass=request.warm_pass,
-    )
+    choice = choose(resolved, request)
     miss_path = request.miss_path or default_miss_path(request.owner)
     return Recording(
         request=request,
@@ -366,56 +356,6 @@ def _direct_alignment_bytes(pool: Pool) -> int:
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     # Powers of two, so the largest is a multiple of the others.
     return max((direct_io_alignment(path) or page_bytes for path in one_of_device.values()), default=page_bytes)
-
-
-def _check_request(request: Request) -> None:
-    """Refuses what does not belong together, before anything is read."""
-    owner, limited = request.owner, request.mechanism != "none"
-    if request.capacity_bytes is not None and request.wall_bytes is not None:
-        raise UnusableReplay("--capacity and --wall; the wall's rest is the capacity, so say one of them")
-    if request.wall_bytes is not None and not limited:
-        raise UnusableReplay("--wall with mechanism none, which builds none; add --mechanism cgroup or balloon")
-    says_size = request.capacity_bytes is not None or request.wall_bytes is not None
-    if holds_memory(owner) and not says_size:
-        raise UnusableReplay(f"owner {owner} without --capacity or --wall, so how much it locks is not said; add one")
-    if not holds_memory(owner) and says_size != limited:
-        raise UnusableReplay(
-            "--mechanism none takes no --capacity, cgroup and balloon need one (or --wall); say both or neither"
-        )
-    if limited and not says_size:
-        raise UnusableReplay(f"mechanism {request.mechanism} without --capacity or --wall; add one")
-    if (owner == "user_cache") != (request.policy is not None):
-        raise UnusableReplay(
-            f"owner {owner} with policy {request.policy}: user_cache has a --policy, and no other owner"
-        )
-    if (owner == "page_cache_admission") != (request.admit is not None):
-        raise UnusableReplay(
-            f"owner {owner} with admission {request.admit}: page_cache_admission has an --admit, and no other owner"
-        )
-    if (owner == "hybrid") != (request.arena_fraction is not None):
-        raise UnusableReplay(
-            f"owner {owner} with arena fraction {request.arena_fraction}: hybrid has an --arena-fraction, and no other "
-            "owner"
-        )
-    if request.arena_fraction is not None and not 0 < request.arena_fraction < 1:
-        raise UnusableReplay(f"--arena-fraction {request.arena_fraction}, wanted above 0 and below 1")
-    if request.miss_path is not None and default_miss_path(owner) is None:
-        raise UnusableReplay(f"--miss-path with owner {owner}, which reads everything alike; leave it out")
-    if owner == "user_cache" and request.miss_path not in (None, "direct"):
-        raise UnusableReplay(f"--miss-path {request.miss_path} with owner user_cache, which fills slots by O_DIRECT")
-    if owner == "page_cache_admission" and request.miss_path == "buffered":
-        raise UnusableReplay("--miss-path buffered with owner page_cache_admission, which would admit all; say direct")
-    fitted = owner in ("arena", "hybrid") or request.policy in FITTED
-    if request.fit is not None and not fitted:
-        raise UnusableReplay(f"--fit with owner {owner}, which has no table of its own; leave it out")
-    if request.scope is not None and not (holds_memory(owner) or has_table(owner)):
-        raise UnusableReplay(f"--scope with owner {owner}, whose cache is one over all layers; leave it out")
-    if request.outer_group_bytes is not None and request.mechanism != "balloon":
-        raise UnusableReplay(
-            f"--machine-bytes with mechanism {request.mechanism}, wanted balloon: that group would limit the reader too"
-        )
-    if owner == "page_cache_mmap" and request.fadvise == "noreuse":
-        raise UnusableReplay("--fadvise noreuse is advice on reads; choose another with owner page_cache_mmap")
 
 
 def _check_room(recording: Recording) -> None:
@@ -679,8 +619,7 @@ def _hold(recording: Recording, child: "_Child") -> None:
             recording.walk,
             _locked_room(recording, capacity),
             recording.page_bytes,
-            policy=request.policy,
-            seed=request.seed,
+            request,
         )
     except ValueError as error:
         raise UnusableReplay(f"{error}") from None

@@ -10,12 +10,12 @@ from typing import Any
 import polars as pl
 import pyarrow.parquet as pq
 
-from replayer.accounting import Request
 from replayer.capacity import remove_leftovers
 from replayer.command import Parser, byte_size, count, steps
 from replayer.pool import read_pool
 from replayer.quantities import format_bytes
-from replayer.replay import Run, UnusableReplay, replay
+from replayer.replay import Run, replay
+from replayer.request import Request, UnusableReplay
 from replayer.trace import read_trace
 from schemas.columns import DESTINATIONS, FADVICES, MECHANISMS, OBSERVATIONS, OWNERS, POLICIES, READ_PATHS, SCOPES
 from schemas.files import DataFolder, publish
@@ -43,6 +43,12 @@ reader's own memory and --headroom come on top. Owners:
 Exits 1 when a proof about the bytes does not hold.
 """
 _MAX_THREADS = 256
+_OF_A_RUN = (
+    "owner", "policy", "scope", "fit", "arena_fraction", "admit", "miss_path", "seed", "mechanism", "capacity", "wall",
+    "headroom", "machine_bytes", "allow_thrash", "allow_unsuitable", "fadvise", "device", "threads", "steps", "cold",
+    "observe", "accesses", "verify",
+)  # fmt: skip
+"""Options that an experiment's file says for each condition."""
 _MAX_REPEAT = 10_000
 
 
@@ -136,7 +142,7 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     command.add_argument("--data", type=Path, metavar="DIR", help="append the runs to the results of this data folder")
     command.add_argument("--json", action="store_true", help="print one JSON document")
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    command.set_defaults(run=_replay)
+    command.set_defaults(run=_replay, of_a_run={name: command.get_default(name) for name in _OF_A_RUN})
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -150,6 +156,12 @@ def _replay(arguments: argparse.Namespace) -> int:
             "a table of all accesses, so observe every one and name the data folder to write to"
         )
     if arguments.experiment is not None:
+        said = [name for name, default in arguments.of_a_run.items() if getattr(arguments, name) != default]
+        if said:
+            raise UnusableReplay(
+                f"--{said[0].replace('_', '-')} with --experiment, whose file says it for each condition; leave it "
+                "out, or copy the file and change it there"
+            )
         from replayer.experiment_cli import run_experiment
 
         return run_experiment(arguments)

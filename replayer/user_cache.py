@@ -29,7 +29,6 @@ PINNED_FRACTION = 0.5
 _ALWAYS = np.iinfo(np.int64).max
 
 _KEEPS_MEMBERS = frozenset(name for name in policies.KERNELS if name != "belady_bypass") | {"static"}
-
 """Policies that let no member of an event go before the event is over, if their cache holds as many."""
 
 
@@ -140,7 +139,6 @@ class UserCache:
         )
         self.decided_events = 0
         self.decide_ns = 0
-        self._one_event = np.zeros(2, dtype=np.int64)
         self._place_pinned()
 
     def _place_pinned(self) -> None:

@@ -15,11 +15,11 @@ import numpy.typing as npt
 import pytest
 
 from replayer import replay as supervisor
-from replayer.accounting import Request
 from replayer.capacity import NotEnforceable, find_memory_controller, memory_group
 from replayer.machine import storage_of
 from replayer.pool import Pool, build_pool, plan_pool
 from replayer.replay import Run
+from replayer.request import Request
 from replayer.trace import Trace
 
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -46,7 +46,7 @@ from schemas.files import DataFolder
 from schemas.tables import TABLES
 from schemas.validation import validate_table
 from tests.builders import make_trace, write_trace
-from tests.replays import ENVIRONMENT, KIB, WAIT_S, command_line, needs_memory_groups, pool_for, routing, until
+from tests.replays import ENVIRONMENT, KIB, WAIT_S, called, command_line, needs_memory_groups, pool_for, routing, until
 from tests.table_rows import ROWS
 
 GIB = 2**30
@@ -672,3 +672,12 @@ def test_an_interrupted_experiment_keeps_what_is_done_and_says_how_to_go_on(made
 def test_an_experiment_without_a_data_folder_is_refused(made):
     with pytest.raises(ValueError, match="--experiment without --data"):
         experiment_cli.run_experiment(asked(made, None))
+
+
+@pytest.mark.parametrize("option", [["--owner", "restream"], ["--device", "none"], ["--capacity", "1MiB"]])
+def test_an_option_that_the_file_decides_is_refused(tmp_path: Path, option: list[str]) -> None:
+    words = ["any.parquet", "--pool", tmp_path, "--experiment", "equal-memory", "--data", tmp_path, *option]
+    called_so = called("replay", *words)
+    assert called_so.returncode == 2
+    assert called_so.stderr.count("\n") == 1
+    assert f"{option[0]} with --experiment, whose file says it" in called_so.stderr

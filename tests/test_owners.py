@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ from safetensors.numpy import save_file
 from replayer import holdings, loop, owners
 from replayer import replay as supervisor
 from replayer.pool import PACKED, Pool, map_pool, read_pool
-from replayer.replay import Run, UnusableReplay, replay_together
+from replayer.replay import Run, replay_together
 from replayer.replay_cli import write_run
+from replayer.request import UnusableReplay
 from replayer.simulate import Capacity, Window, outcomes, prepare
 from replayer.trace import Trace
 from schemas.columns import OWNERS, POLICIES
@@ -38,7 +41,6 @@ from tests.replays import (
     replayed,
     request,
     routing,
-    tampered,
 )
 
 EXPERT_BYTES = 64 * KIB
@@ -195,11 +197,10 @@ def test_user_cache_counts_what_simulate_counts(trace: Trace, pool: Pool, policy
     assert failed(run) == set()
     assert proof(run, "decisions as simulated")["held"] is True
     replay = prepare(trace, Window(steps, "all", warm_pass=True))
-    choice = holdings.choose(
-        replay, owner="user_cache", policy=policy, scope=scope, fit=None, admit=None, warm_pass=True
-    )
+    asked = request(owner="user_cache", policy=policy, scope=scope)
+    choice = holdings.choose(replay, asked)
     reads = owners.plan_reads(pool, owners.paths_of("user_cache", "direct", pool.num_objects), 512)
-    holding = holdings.hold(choice, reads, pool.object_bytes, replay.walk, CAPACITY, PAGE, policy=policy, seed=0)
+    holding = holdings.hold(choice, reads, pool.object_bytes, replay.walk, CAPACITY, PAGE, asked)
     assert holding.sizes is not None
     assert len(set(holding.sizes.decided.tolist())) == 1
     (outcome,) = outcomes(
@@ -393,12 +394,7 @@ def test_decisions_other_than_the_policys_fail_their_proof(
 
 
 def test_table_that_names_another_expert_fails_the_proof_of_decisions(trace: Trace, pool: Pool) -> None:
-    def swap(arrays: dict[str, Any]) -> None:
-        # After the supervisor has decided, before the first read.
-        arrays["object_expert_id"][:] = arrays["object_expert_id"]
-
     with pytest.MonkeyPatch.context() as patched:
-        tampered(patched, swap)
         measured_by(
             patched,
             "real = measure.Measurement.hold\n"
@@ -415,9 +411,6 @@ def test_table_that_names_another_expert_fails_the_proof_of_decisions(trace: Tra
 
 
 def test_interrupt_while_a_policy_decides_ends_the_run(trace: Trace, pool: Pool) -> None:
-    import os
-    import signal
-
     run = interfered(
         trace, pool, lambda pid: os.kill(pid, signal.SIGTERM), owner="user_cache", policy="lru", capacity_bytes=CAPACITY
     )
@@ -513,6 +506,45 @@ def test_when_one_of_two_replays_dies_the_other_is_stopped(
     assert [run.run["bytes_valid"] for run in runs] == [False, False]
     assert "another replay" in runs[0].run["failure"]
     assert "ended with code 3" in runs[1].run["failure"]
+    assert our_groups() == []
+
+
+def test_replays_that_miss_each_other_fail_their_proof(
+    walls: None, trace: Trace, pool: Pool, other: tuple[Trace, Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them begins its measured pass when the other's is long over."""
+    measured_by(
+        monkeypatch,
+        "import time\n"
+        "real = measure.Measurement.run_pass\n"
+        "def run_pass(self):\n"
+        "    if 'other' in self.spec['paths'][0]:\n"
+        "        time.sleep(3)\n"
+        "    return real(self)\n"
+        "measure.Measurement.run_pass = run_pass\n",
+    )
+    asked = request(mechanism="cgroup", capacity_bytes=CAPACITY, threads=2, steps=(0, 20))
+    runs = replay_together([(trace, pool, asked), (*other, asked)], shares_wall=True, wait_s=WAIT_S)
+    assert [failed(run) for run in runs] == [{"measured together"}, {"measured together"}]
+
+
+def test_interrupt_ends_all_replays_that_run_together(
+    walls: None, trace: Trace, pool: Pool, other: tuple[Trace, Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured_by(
+        monkeypatch,
+        "import signal\n"
+        "real = measure.Measurement.run_pass\n"
+        "def run_pass(self):\n"
+        "    if 'other' in self.spec['paths'][0]:\n"
+        "        os.kill(os.getppid(), signal.SIGINT)\n"
+        "    return real(self)\n"
+        "measure.Measurement.run_pass = run_pass\n",
+    )
+    asked = request(mechanism="cgroup", capacity_bytes=CAPACITY, threads=2)
+    runs = replay_together([(trace, pool, asked), (*other, asked)], shares_wall=True, wait_s=WAIT_S)
+    assert [run.run["status"] for run in runs] == ["interrupted", "interrupted"]
+    assert [run.run["bytes_valid"] for run in runs] == [False, False]
     assert our_groups() == []
 
 

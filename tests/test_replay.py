@@ -37,8 +37,9 @@ from replayer.pool import (
     plan_pool,
     read_pool,
 )
-from replayer.replay import ReplayBusy, Run, UnusableReplay, replay
+from replayer.replay import ReplayBusy, Run, replay
 from replayer.replay_cli import write_run
+from replayer.request import UnusableReplay
 from replayer.trace import Trace
 from schemas.files import DataFolder
 from tests.builders import make_trace, write_trace

@@ -1,0 +1,103 @@
+"""What one run is asked for, and which of it belongs together. No file, trace or machine is looked at here."""
+
+from dataclasses import dataclass
+
+from replayer.owners import default_miss_path, has_table, holds_memory
+from replayer.policies import FITTED
+
+
+class UnusableReplay(ValueError):
+    """The run asked for cannot be made: a call to correct."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one run is asked for; everything that may change its numbers enters `condition_hash`.
+
+    capacity_bytes, wall_bytes and outer_group_bytes are null without a limit; of a wall, what the reader's own memory
+    and headroom leave is the capacity. steps is half-open, counted without warm-up steps. What owners take: arena,
+    hybrid and page_cache_admission a miss_path (`schemas.columns.READ_PATHS`); hybrid the arena_fraction of the
+    capacity; arena and hybrid a scope and the fit of their table; user_cache a policy, its scope, and fit where it is
+    pinned; page_cache_admission admit, as `simulate.Choices`.
+    """
+
+    owner: str = "page_cache"
+    mechanism: str = "none"
+    capacity_bytes: int | None = None
+    wall_bytes: int | None = None
+    headroom_bytes: int = 0
+    outer_group_bytes: int | None = None
+    miss_path: str | None = None
+    arena_fraction: float | None = None
+    policy: str | None = None
+    scope: str | None = None
+    fit: str | None = None
+    admit: str | None = None
+    seed: int = 0
+    fadvise: str = "random"
+    destination: str = "cpu"
+    threads: int = 8
+    observe: str = "every"
+    verify: str = "edges"
+    warm_pass: bool = True
+    steps: tuple[int | None, int | None] = (None, None)
+    allow_thrash: bool = False
+    allow_unsuitable: bool = False
+
+
+def fits_a_table(request: Request) -> bool:
+    """Whether what is held, or pinned, comes from the accesses of a fit."""
+    return request.owner in ("arena", "hybrid") or request.policy in FITTED
+
+
+def check_request(request: Request) -> None:
+    """Refuses what does not belong together, before anything is read.
+
+    Raises:
+        UnusableReplay: says which two things, and what to do.
+    """
+    owner, limited = request.owner, request.mechanism != "none"
+    if request.capacity_bytes is not None and request.wall_bytes is not None:
+        raise UnusableReplay("--capacity and --wall; the wall's rest is the capacity, so say one of them")
+    if request.wall_bytes is not None and not limited:
+        raise UnusableReplay("--wall with mechanism none, which builds none; add --mechanism cgroup or balloon")
+    says_size = request.capacity_bytes is not None or request.wall_bytes is not None
+    if holds_memory(owner) and not says_size:
+        raise UnusableReplay(f"owner {owner} without --capacity or --wall, so how much it locks is not said; add one")
+    if not holds_memory(owner) and says_size != limited:
+        raise UnusableReplay(
+            "--mechanism none takes no --capacity, cgroup and balloon need one (or --wall); say both or neither"
+        )
+    if limited and not says_size:
+        raise UnusableReplay(f"mechanism {request.mechanism} without --capacity or --wall; add one")
+    if (owner == "user_cache") != (request.policy is not None):
+        raise UnusableReplay(
+            f"owner {owner} with policy {request.policy}: user_cache has a --policy, and no other owner"
+        )
+    if (owner == "page_cache_admission") != (request.admit is not None):
+        raise UnusableReplay(
+            f"owner {owner} with admission {request.admit}: page_cache_admission has an --admit, and no other owner"
+        )
+    if (owner == "hybrid") != (request.arena_fraction is not None):
+        raise UnusableReplay(
+            f"owner {owner} with arena fraction {request.arena_fraction}: hybrid has an --arena-fraction, and no other "
+            "owner"
+        )
+    if request.arena_fraction is not None and not 0 < request.arena_fraction < 1:
+        raise UnusableReplay(f"--arena-fraction {request.arena_fraction}, wanted above 0 and below 1")
+    if request.miss_path is not None and default_miss_path(owner) is None:
+        raise UnusableReplay(f"--miss-path with owner {owner}, which reads everything alike; leave it out")
+    if owner == "user_cache" and request.miss_path not in (None, "direct"):
+        raise UnusableReplay(f"--miss-path {request.miss_path} with owner user_cache, which fills slots by O_DIRECT")
+    if owner == "page_cache_admission" and request.miss_path == "buffered":
+        raise UnusableReplay("--miss-path buffered with owner page_cache_admission, which would admit all; say direct")
+    if request.fit is not None and not fits_a_table(request):
+        raise UnusableReplay(f"--fit with owner {owner}, which has no table of its own; leave it out")
+    if request.scope is not None and not (holds_memory(owner) or has_table(owner)):
+        raise UnusableReplay(f"--scope with owner {owner}, whose cache is one over all layers; leave it out")
+    if request.outer_group_bytes is not None and request.mechanism != "balloon":
+        raise UnusableReplay(
+            f"--machine-bytes with mechanism {request.mechanism}, wanted balloon: that group would limit the reader too"
+        )
+    if owner == "page_cache_mmap" and request.fadvise == "noreuse":
+        raise UnusableReplay("--fadvise noreuse is advice on reads; choose another with owner page_cache_mmap")
