@@ -40,9 +40,11 @@ again (RWF_DONTCACHE), a copy out of mapped files, a copy out of locked memory."
 NOT_SERVED = 255
 """`path` of an access that no thread came to."""
 VERIFY_NONE, VERIFY_EDGES, VERIFY_ALL = range(3)
-STOP, QUIT_EVEN, QUIT_ODD, EVENTS_DONE, FAILED_ACCESS, ARRIVED = range(6)
-"""Slots of `control`: STOP is set from outside, EVENTS_DONE and FAILED_ACCESS (access + 1) by the loop; ARRIVED counts
-threads that ended an event, where somebody waits for the last of them."""
+STOP, QUIT_EVEN, QUIT_ODD, EVENTS_DONE, FAILED_ACCESS, ARRIVED, FAILED_DECISION = range(7)
+"""Slots of `control`: STOP is set from outside, EVENTS_DONE, FAILED_ACCESS (access + 1) and FAILED_DECISION (event + 1)
+by the loop; ARRIVED counts threads that ended an event, where the last of them decides the next one."""
+DECIDED = 1
+"""What a decider gives; not 0, which it gives when its code raises."""
 
 _EINTR, _EINVAL = errno.EINTR, errno.EINVAL
 _CACHESTAT = 451  # the same number on every architecture
@@ -62,7 +64,6 @@ _c_clock: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32,
 _c_errno: Any = types.ExternalFunction("__errno_location", types.int64())
 _c_syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 5))
 _c_mincore: Any = types.ExternalFunction("mincore", types.int32(types.int64, types.int64, types.int64))
-_c_sem_post: Any = types.ExternalFunction("sem_post", types.int32(types.int64))
 _c_barrier_wait: Any = types.ExternalFunction("pthread_barrier_wait", types.int32(types.int64))
 
 
@@ -153,15 +154,16 @@ class Setting(NamedTuple):
     """How the loop runs; whole numbers, so that one compiled function serves every setting.
 
     barrier: address of a pthread barrier of T threads, 0 for none (then one ticket runs through all accesses and no
-    step is checked); served: address of a semaphore that tells somebody who takes part in the barrier and decides the
-    next event that this one is served, 0 where nobody decides; page_bytes; residency: RESIDENCY_…; observe_every: 1 =
-    each access, 0 = none; announce_bytes: pieces in which a read is announced (POSIX_FADV_WILLNEED) right before it,
-    0 = not; verify: VERIFY_…; copy, synchronize: addresses of cudaMemcpyAsync and cudaStreamSynchronize or the like, 0
-    for none.
+    step is checked); decide, decide_on: addresses of int64 decide(void *decide_on, int64 event), which fills the
+    decisions of an event and gives DECIDED, 0 where no policy decides; page_bytes; residency: RESIDENCY_…;
+    observe_every: 1 = each access, 0 = none; announce_bytes: pieces in which a read is announced
+    (POSIX_FADV_WILLNEED) right before it, 0 = not; verify: VERIFY_…; copy, synchronize: addresses of cudaMemcpyAsync
+    and cudaStreamSynchronize or the like, 0 for none.
     """
 
     barrier: int
-    served: int
+    decide: int
+    decide_on: int
     page_bytes: int
     residency: int
     observe_every: int
@@ -243,16 +245,29 @@ def _type_call_synchronize(typingctx: Any, function: Any, stream: Any) -> Any:
     return types.int32(types.int64, types.int64), generate
 
 
+def _type_call_decide(typingctx: Any, function: Any, stage: Any, event: Any) -> Any:
+    """Calls int64 function(void *stage, int64 event)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        called = ir.FunctionType(word, [word, word]).as_pointer()
+        return builder.call(builder.inttoptr(arguments[0], called), arguments[1:])
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
 # Called in compiled code with values where the definitions name types.
 _add: Any = intrinsic(_type_add)
 _load: Any = intrinsic(_type_load)
 _load32: Any = intrinsic(_type_load32)
 _call_copy: Any = intrinsic(_type_call_copy)
 _call_synchronize: Any = intrinsic(_type_call_synchronize)
+_call_decide: Any = intrinsic(_type_call_decide)
 
 
 @numba.njit(cache=True, nogil=True)
-def _now_ns(clock):  # type: ignore[no-untyped-def]
+def now_ns(clock):  # type: ignore[no-untyped-def]
+    """CLOCK_MONOTONIC; clock: (2,) int64 scratch."""
     _c_clock(1, clock.ctypes.data)  # 1 = CLOCK_MONOTONIC
     return clock[0] * 1_000_000_000 + clock[1]
 
@@ -377,7 +392,7 @@ def _verify(thread, event, obj, slot, extents, schedule, results, setting, scrat
 @numba.njit(cache=True, nogil=True)
 def _observe(thread, access, obj, extents, results, setting, destinations, clock):  # type: ignore[no-untyped-def]
     """Notes how many pages of an object are not resident."""
-    begin_ns = _now_ns(clock)
+    begin_ns = now_ns(clock)
     missing = np.int64(0)
     for extent in range(extents.object_first_extent[obj], extents.object_first_extent[obj + 1]):
         offset = extents.offset[extent] + extents.skip[extent]
@@ -394,7 +409,7 @@ def _observe(thread, access, obj, extents, results, setting, destinations, clock
         )
         missing += pages - max(cached, 0)
     results.missing_pages[access] = missing
-    results.observe_ns[thread] += _now_ns(clock) - begin_ns
+    results.observe_ns[thread] += now_ns(clock) - begin_ns
 
 
 @numba.njit(cache=True, nogil=True)
@@ -462,7 +477,7 @@ def _access(  # type: ignore[no-untyped-def]
     first, end = extents.object_first_extent[obj], extents.object_first_extent[obj + 1]
     path = np.int64(extents.path[obj])
     address, is_there = extents.held_address[obj], path == HELD
-    if setting.served != 0:
+    if setting.decide != 0:
         address, is_there = decisions.address[access], decisions.was_hit[access] != 0
     if is_there:
         path = np.int64(HELD)
@@ -473,9 +488,9 @@ def _access(  # type: ignore[no-untyped-def]
         else:
             _observe(thread, access, obj, extents, results, setting, destinations, clock)
     base = slot.ctypes.data
-    results.begin_ns[access] = _now_ns(clock)
+    results.begin_ns[access] = now_ns(clock)
     returned = _fetch(obj, base, path, address, is_there, extents, setting, scratch)
-    results.end_ns[access] = _now_ns(clock)
+    results.end_ns[access] = now_ns(clock)
     results.returned[access] = returned
     results.path[access] = path
     wanted = np.int64(0)
@@ -498,9 +513,9 @@ def _access(  # type: ignore[no-untyped-def]
                 results.returned[access] = -np.int64(failed) - 1_000_000
                 return False
     if setting.verify != VERIFY_NONE:
-        begin_ns = _now_ns(clock)
+        begin_ns = now_ns(clock)
         _verify(thread, event, obj, slot, extents, schedule, results, setting, scratch)
-        results.verify_ns[thread] += _now_ns(clock) - begin_ns
+        results.verify_ns[thread] += now_ns(clock) - begin_ns
     return True
 
 
@@ -533,6 +548,24 @@ def _note_counters(step, results, counters):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
+def _decide(event, setting, results):  # type: ignore[no-untyped-def]
+    """Has the policy decide an event; False, and the pass stops, if it could not."""
+    if _call_decide(setting.decide, setting.decide_on, event) == DECIDED:
+        return True
+    results.control[FAILED_DECISION] = event + 1
+    results.control[STOP] = 1
+    return False
+
+
+@numba.njit(cache=True, nogil=True)
+def _begin(step, schedule, setting, results):  # type: ignore[no-untyped-def]
+    """A step begins with its first decision; thread 0, while the others wait."""
+    first = schedule.step_first_event[step]
+    if setting.decide != 0 and first < schedule.step_first_event[step + 1]:
+        _decide(first, setting, results)
+
+
+@numba.njit(cache=True, nogil=True)
 def work(thread, schedule, extents, results, decisions, setting, destinations, counters):  # type: ignore[no-untyped-def]
     """Runs one demand thread through a pass; returns when the pass is over, was stopped, or an access failed."""
     clock = np.zeros(2, dtype=np.int64)
@@ -559,16 +592,14 @@ def work(thread, schedule, extents, results, decisions, setting, destinations, c
         return
     if len(schedule.step_first_event) > 1:
         if thread == 0:
-            results.step_begin_ns[0] = _now_ns(clock)
+            results.step_begin_ns[0] = now_ns(clock)
+            _begin(0, schedule, setting, results)
         # Nobody reads before the first step has begun.
         _c_barrier_wait(setting.barrier)
     for step in range(len(schedule.step_first_event) - 1):
         for event in range(schedule.step_first_event[step], schedule.step_first_event[step + 1]):
             turn = 0
             quit_slot = QUIT_EVEN + event % 2
-            if setting.served != 0 and event == schedule.step_first_event[step]:
-                # A step begins with its first decision; later ones are made between two events, see below.
-                _c_barrier_wait(setting.barrier)
             while True:
                 access = schedule.event_first_access[event] + _add(tickets + 8 * event, 1)
                 if access >= schedule.event_first_access[event + 1]:
@@ -594,16 +625,17 @@ def work(thread, schedule, extents, results, decisions, setting, destinations, c
                 if _load(stop) != 0:
                     results.control[quit_slot] = 1
                 results.control[EVENTS_DONE] = event + 1
-            if setting.served != 0:
-                # The last to arrive wakes who decides; the others sleep once, until the next event is decided.
+            if setting.decide != 0 and event + 1 < schedule.step_first_event[step + 1]:
+                # The last to arrive decides the next event; the others sleep once, as without a policy.
                 arrived = _add(results.control.ctypes.data + 8 * ARRIVED, 1)
-                if arrived % len(results.digest) == len(results.digest) - 1:
-                    _c_sem_post(setting.served)
+                is_last = arrived % len(results.digest) == len(results.digest) - 1
+                if is_last and results.control[quit_slot] == 0 and not _decide(event + 1, setting, results):
+                    results.control[quit_slot] = 1
             _c_barrier_wait(setting.barrier)
             if results.control[quit_slot] != 0:
                 return
         if thread == 0:
-            results.step_end_ns[step] = _now_ns(clock)
+            results.step_end_ns[step] = now_ns(clock)
         # All threads count, each its share of the files: a large pool has millions of pages.
         pages = resident_pages(
             extents, thread, len(results.digest), setting.residency, setting.page_bytes,
@@ -613,10 +645,11 @@ def work(thread, schedule, extents, results, decisions, setting, destinations, c
         _c_barrier_wait(setting.barrier)
         if thread == 0:
             _note_counters(step, results, counters)
-            now = _now_ns(clock)
+            now = now_ns(clock)
             results.check_end_ns[step] = now
             if step + 1 < len(results.step_begin_ns):
                 results.step_begin_ns[step + 1] = now
+                _begin(step + 1, schedule, setting, results)
         _c_barrier_wait(setting.barrier)
 
 
@@ -633,30 +666,6 @@ class Barrier:
     @property
     def address(self) -> int:
         return int(self._memory.ctypes.data)
-
-    def wait(self) -> None:
-        """Waits for the others, without the interpreter lock."""
-        self._libc.pthread_barrier_wait(ctypes.c_void_p(self.address))
-
-
-class Semaphore:
-    """A POSIX semaphore at 0, kept alive by this object."""
-
-    def __init__(self) -> None:
-        self._memory = np.zeros(BARRIER_BYTES // 8, dtype=np.uint64)
-        self._libc = ctypes.CDLL(None)
-        if self._libc.sem_init(ctypes.c_void_p(self.address), 0, 0):
-            raise OSError("sem_init failed")
-
-    @property
-    def address(self) -> int:
-        return int(self._memory.ctypes.data)
-
-    def wait(self) -> None:
-        """Waits for one post, without the interpreter lock."""
-        while self._libc.sem_wait(ctypes.c_void_p(self.address)) != 0:
-            # Interrupted by a signal.
-            continue
 
 
 def compile_ahead() -> None:
@@ -676,8 +685,8 @@ def compile_ahead() -> None:
         control=longs,
     )  # fmt: skip
     setting = Setting(
-        barrier=1, served=0, page_bytes=page_bytes, residency=RESIDENCY_NONE, observe_every=0, announce_bytes=0,
-        verify=VERIFY_NONE, copy=0, synchronize=0,
+        barrier=1, decide=0, decide_on=0, page_bytes=page_bytes, residency=RESIDENCY_NONE, observe_every=0,
+        announce_bytes=0, verify=VERIFY_NONE, copy=0, synchronize=0,
     )  # fmt: skip
     destinations = Destinations(
         slots=bytes_.reshape(1, 1, 64), scratch=bytes_, vector=bytes_, device_address=longs, stream=longs

@@ -88,20 +88,15 @@ class Measurement:
             stream=self.region.stream,
         )
         self.counters = loop.Counters(fd=np.zeros(0, dtype=np.int32), first_byte=self.arrays["counter_first_byte"])
-        # One more where a policy decides each event before the threads serve it.
-        deciding = [self._decide] if spec["policy"] is not None else []
-        self.barrier = loop.Barrier(threads + len(deciding))
-        self.gate = threading.Barrier(threads + len(deciding) + 1)
-        self.served = loop.Semaphore() if deciding else None
+        self.barrier = loop.Barrier(threads)
+        self.gate = threading.Barrier(threads + 1)
+        self.deciders: list[Any] = []
         self.passes = 2 if spec["warm_pass"] else 1
         self._compile()
         self.threads = [
             threading.Thread(target=self._thread, args=(self._demand, number), daemon=True) for number in range(threads)
         ]
-        for thread in [
-            *self.threads,
-            *(threading.Thread(target=self._thread, args=(decide,), daemon=True) for decide in deciding),
-        ]:
+        for thread in self.threads:
             thread.start()
         self.gate.wait()
 
@@ -118,10 +113,11 @@ class Measurement:
             fd=np.asarray([descriptor for _, descriptor in self.step_counters], dtype=np.int32)
         )
 
-    def _setting(self) -> loop.Setting:
+    def _setting(self, decider: Any = None) -> loop.Setting:
         return loop.Setting(
             barrier=self.barrier.address,
-            served=0 if self.served is None else self.served.address,
+            decide=0 if decider is None else decider.function_address,
+            decide_on=0 if decider is None else decider.stage_address,
             page_bytes=os.sysconf("SC_PAGE_SIZE"),
             residency=int(self.spec["residency"]),
             observe_every=int(self.spec["observe_every"]),
@@ -154,38 +150,15 @@ class Measurement:
 
     def _demand(self, number: int) -> None:
         self.gate.wait()
-        setting = self._setting()
-        for _ in range(self.passes):
+        for passed in range(self.passes):
             self.gate.wait()
+            setting = self._setting(self.deciders[passed] if self.deciders else None)
             loop.work(
                 number, self.schedule, self.extents, self.results, self.decisions, setting, self.destinations,
                 self.counters,
             )  # fmt: skip
             self.gate.wait()
         # What the kernel counts for a thread goes with it, so it stays until the process ends.
-        self.gate.wait()
-
-    def _decide(self) -> None:
-        """Decides each event while the demand threads wait; takes part in each of their barriers."""
-        from replayer.user_cache import decide_pass
-
-        assert self.served is not None, "made with this thread"
-        self.gate.wait()
-        future = self.arrays["next_time"]
-        for passed in range(self.passes):
-            self.gate.wait()
-            decide_pass(
-                self.user_cache,
-                self.schedule,
-                self.decisions,
-                self.arrays["event_cache"],
-                self.arrays["event_step"],
-                future[passed] if len(future) else None,
-                served=self.served.wait,
-                wait=self.barrier.wait,
-                has_quit=lambda event: bool(self.control[loop.QUIT_EVEN + event % 2]),
-            )
-            self.gate.wait()
         self.gate.wait()
 
     def hold(self, plan: dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +179,17 @@ class Measurement:
                 seed=int(self.spec["seed"]),
                 counts=self.arrays["object_count"],
             )
+            future = self.arrays["next_time"]
+            self.deciders = [
+                self.user_cache.over(
+                    self.schedule,
+                    self.decisions,
+                    self.arrays["event_cache"],
+                    self.arrays["event_step"],
+                    future[passed] if len(future) else None,
+                )
+                for passed in range(self.passes)
+            ]
             objects = self.user_cache.preloaded
             address[objects] = self.user_cache.slot_address[self.user_cache.slots.slot_of[objects]]
         else:
@@ -235,10 +219,7 @@ class Measurement:
 
     def decide_ns(self) -> int | None:
         """Time that decisions took since the last call; null where nobody decides."""
-        if self.user_cache is None:
-            return None
-        found, self.user_cache.decide_ns = self.user_cache.decide_ns, 0
-        return int(found)
+        return None if self.user_cache is None else int(self.user_cache.take_decide_ns())
 
     def resident_bytes(self) -> int:
         """Bytes of the pool's files in the page cache.

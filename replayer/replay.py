@@ -850,6 +850,10 @@ class _Child:
         failed_access = int(control[loop.FAILED_ACCESS])
         if failed_access:
             raise _Ended("failed", self._failed_access(failed_access - 1))
+        failed_decision = int(control[loop.FAILED_DECISION])
+        if failed_decision:
+            step_id = _step_id(self.recording, failed_decision - 1)
+            raise _Ended("failed", f"step {step_id}: the policy holds what no slot does, a fault of this program")
         if report["kind"] == "stopped":
             raise _Ended("interrupted", f"the measuring process was asked to stop {_where(self.recording)}")
         if report["kind"] != kind:

@@ -145,8 +145,8 @@ def bench(
         control=np.zeros(8, dtype=np.int64),
     )
     plain = {
-        "barrier": barrier.address, "served": 0, "page_bytes": PAGE, "residency": RESIDENCY, "observe_every": 1,
-        "announce_bytes": 0, "verify": loop.VERIFY_ALL, "copy": 0, "synchronize": 0,
+        "barrier": barrier.address, "decide": 0, "decide_on": 0, "page_bytes": PAGE, "residency": RESIDENCY,
+        "observe_every": 1, "announce_bytes": 0, "verify": loop.VERIFY_ALL, "copy": 0, "synchronize": 0,
     }  # fmt: skip
     return Bench(
         schedule=loop.Schedule(

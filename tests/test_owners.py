@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -362,17 +363,32 @@ def test_arena_that_is_unlocked_during_the_run_fails_its_proof(trace: Trace, poo
     assert run.run["bytes_valid"] is False
 
 
-def test_slot_that_holds_another_expert_is_found(trace: Trace, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy that calls everything a hit serves what was never read."""
+def deciding_by(monkeypatch: pytest.MonkeyPatch, tampers: str) -> None:
+    """A statement tampers with each decision of an event, once it is made."""
     measured_by(
         monkeypatch,
+        "import ctypes\n"
         "from replayer import user_cache\n"
-        "real = user_cache.UserCache.decide\n"
-        "def decide(self, events, address, was_hit):\n"
-        "    real(self, events, address, was_hit)\n"
-        "    address[:] = self.slot_address[0]\n"
-        "user_cache.UserCache.decide = decide\n",
+        "real = user_cache.UserCache.over\n"
+        "class Tampering:\n"
+        "    def __init__(self, cache, decider, schedule, decisions):\n"
+        "        first = schedule.event_first_access\n"
+        "        def decide(stage, event):\n"
+        "            decider.decide(event)\n"
+        "            accesses = slice(first[event], first[event + 1])\n"
+        f"            {tampers}\n"
+        "            return 1\n"
+        "        self.kept = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)(decide)\n"
+        "        self.function_address = ctypes.cast(self.kept, ctypes.c_void_p).value\n"
+        "        self.stage_address, self.decide = 0, decider.decide\n"
+        "def over(self, schedule, decisions, *rest):\n"
+        "    return Tampering(self, real(self, schedule, decisions, *rest), schedule, decisions)\n"
+        "user_cache.UserCache.over = over\n",
     )
+
+
+def test_slot_that_holds_another_expert_is_found(trace: Trace, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    deciding_by(monkeypatch, "decisions.address[accesses] = cache.slot_address[0]")
     run = replayed(trace, pool, owner="user_cache", policy="lru", capacity_bytes=CAPACITY)
     assert failed(run) >= {"content", "digest"}
 
@@ -380,17 +396,19 @@ def test_slot_that_holds_another_expert_is_found(trace: Trace, pool: Pool, monke
 def test_decisions_other_than_the_policys_fail_their_proof(
     trace: Trace, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured_by(
-        monkeypatch,
-        "from replayer import user_cache\n"
-        "real = user_cache.UserCache.decide\n"
-        "def decide(self, events, address, was_hit):\n"
-        "    real(self, events, address, was_hit)\n"
-        "    was_hit[0] = 0\n"
-        "user_cache.UserCache.decide = decide\n",
-    )
+    deciding_by(monkeypatch, "decisions.was_hit[accesses.start] = 0")
     run = replayed(trace, pool, owner="user_cache", policy="lru", capacity_bytes=CAPACITY)
     assert failed(run) == {"decisions as simulated"}
+
+
+@pytest.mark.parametrize("event", [0, 1, 40])
+def test_policy_that_contradicts_its_slots_ends_the_run(
+    trace: Trace, pool: Pool, monkeypatch: pytest.MonkeyPatch, event: int
+) -> None:
+    deciding_by(monkeypatch, f"if event == {event}: return 0")
+    run = replayed(trace, pool, owner="user_cache", policy="lru", capacity_bytes=CAPACITY)
+    assert run.run["status"] == "failed"
+    assert re.fullmatch(r"step \d+: the policy holds what no slot does, a fault of this program", run.run["failure"])
 
 
 def test_table_that_names_another_expert_fails_the_proof_of_decisions(trace: Trace, pool: Pool) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from replayer import policies
 from replayer.caches import Caches, Events
+from replayer.loop import Decisions, Schedule
 from replayer.policies import Parameters, kernel_of, knows_future
 from replayer.priorities import next_times
 from replayer.user_cache import Sizes, UserCache, plan_slots
@@ -52,21 +53,18 @@ class Walked:
 
     def decided(self, cache: UserCache, future: npt.NDArray[Any] | None) -> Iterator[tuple[Any, Any, Any]]:
         """(objects, addresses, hits) event by event."""
+        num_accesses = len(self.objects)
+        schedule = Schedule(np.array([0, self.events]), self.first, np.arange(self.events), self.objects)
+        decisions = Decisions(np.empty(num_accesses, dtype=np.int64), np.empty(num_accesses, dtype=np.uint8))
+        decider = cache.over(schedule, decisions, self.cache, self.step, future)
         for event in range(self.events):
-            begin, end = self.first[event], self.first[event + 1]
-            address, was_hit = np.empty(K, dtype=np.int64), np.empty(K, dtype=np.uint8)
-            cache.decide(
-                Events(
-                    self.objects[begin:end],
-                    np.array([0, K]),
-                    self.cache[event : event + 1],
-                    self.step[event : event + 1],
-                    None if future is None else future[begin:end],
-                ),
-                address,
-                was_hit,
+            decider.decide(event)
+            accesses = slice(self.first[event], self.first[event + 1])
+            yield (
+                self.objects[accesses].tolist(),
+                decisions.address[accesses].tolist(),
+                decisions.was_hit[accesses].astype(bool).tolist(),
             )
-            yield self.objects[begin:end].tolist(), address.tolist(), was_hit.astype(bool).tolist()
 
 
 @pytest.mark.parametrize("scope", ["layer", "global"])

@@ -164,7 +164,8 @@ class Reads:
         """Our loop, on Python threads that are there before the clock runs."""
         setting = loop.Setting(
             barrier=self.barrier.address if barrier else 0,
-            served=0,
+            decide=0,
+            decide_on=0,
             page_bytes=PAGE_BYTES,
             residency=loop.RESIDENCY_CACHESTAT,
             observe_every=observe_every,

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from replayer import loop
 from replayer.device import Locked, lock
-from replayer.user_cache import UserCache, decide_pass, plan_slots
+from replayer.user_cache import UserCache, plan_slots
 from tests.bench.loop import (
     FILE_BYTES,
     READS_PER_EVENT,
@@ -54,14 +55,15 @@ class Held(Reads):
         return memory
 
     def by_policy(self, cache_of: Callable[[], UserCache]) -> Callable[[], Run]:
-        """Our loop with an LRU over locked slots that decides each event while the demand threads wait."""
+        """Our loop with an LRU over locked slots, which the last thread of an event asks about the next."""
 
         def run() -> Run:
-            cache = cache_of()
-            barrier, served = loop.Barrier(THREADS + 1), loop.Semaphore()
+            barrier = loop.Barrier(THREADS)
+            decider = cache_of().over(self.schedule, self.decisions, *self.one_cache, None)
             setting = loop.Setting(
                 barrier=barrier.address,
-                served=served.address,
+                decide=decider.function_address,
+                decide_on=decider.stage_address,
                 page_bytes=os.sysconf("SC_PAGE_SIZE"),
                 residency=loop.RESIDENCY_CACHESTAT,
                 observe_every=0,
@@ -70,8 +72,7 @@ class Held(Reads):
                 copy=0,
                 synchronize=0,
             )
-            gate = threading.Barrier(THREADS + 2)
-            nothing = np.zeros(len(self.schedule.event_id), dtype=np.int64)
+            gate = threading.Barrier(THREADS + 1)
 
             def demand(number: int) -> None:
                 gate.wait()
@@ -80,24 +81,15 @@ class Held(Reads):
                     self.counters,
                 )  # fmt: skip
 
-            def decide() -> None:
-                gate.wait()
-                decide_pass(
-                    cache,
-                    self.schedule,
-                    self.decisions,
-                    nothing.astype(np.int32),
-                    nothing,
-                    None,
-                    served=served.wait,
-                    wait=barrier.wait,
-                    has_quit=lambda event: bool(self.results.control[loop.QUIT_EVEN + event % 2]),
-                )
-
-            threads = [threading.Thread(target=demand, args=(number,)) for number in range(THREADS)]
-            return self._run([*threads, threading.Thread(target=decide)], gate)
+            return self._run([threading.Thread(target=demand, args=(number,)) for number in range(THREADS)], gate)
 
         return run
+
+    @property
+    def one_cache(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """(cache, step) of each event: all of one cache and step."""
+        nothing = np.zeros(len(self.schedule.event_id), dtype=np.int64)
+        return nothing.astype(np.int32), nothing
 
 
 def cache_of(region: Locked, objects: int, slot_bytes: int, slots: int, *, filled: bool) -> UserCache:
@@ -107,13 +99,13 @@ def cache_of(region: Locked, objects: int, slot_bytes: int, slots: int, *, fille
     )
     cache = UserCache("lru", sizes, region_address=region.address)
     if filled:
-        from replayer.caches import Events
-
-        for thing in range(objects):
-            one = np.array([thing], dtype=np.int32)
-            address, was_hit = np.empty(1, dtype=np.int64), np.empty(1, dtype=np.uint8)
-            zero = np.zeros(1, dtype=np.int64)
-            cache.decide(Events(one, np.array([0, 1]), zero.astype(np.int32), zero), address, was_hit)
+        each, zeros = np.arange(objects), np.zeros(objects, dtype=np.int64)
+        schedule = loop.Schedule(np.array([0, objects]), np.arange(objects + 1), each, each.astype(np.int32))
+        decider = cache.over(
+            schedule, loop.Decisions(zeros, zeros.astype(np.uint8)), zeros.astype(np.int32), zeros, None
+        )
+        for event in range(objects):
+            decider.decide(event)
     return cache
 
 
