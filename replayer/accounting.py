@@ -102,6 +102,7 @@ class Recording:
     arena_bytes: int | None = None
     preload_ns: int | None = None
     decide_ns: int | None = None
+    files_stay_open: bool | None = None
     cold: dict[str, Any] | None = None
     warm: dict[str, Any] | None = None
     before: dict[str, Any] | None = None

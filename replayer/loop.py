@@ -9,6 +9,7 @@ Letters: N events, A accesses, S steps, O objects (layer, expert), X extents, F 
 
 import ctypes
 import errno
+import os
 from typing import Any, NamedTuple
 
 import numba
@@ -47,6 +48,7 @@ DECIDED = 1
 """What a decider gives; not 0, which it gives when its code raises."""
 
 _EINTR, _EINVAL = errno.EINTR, errno.EINVAL
+_OPEN_FLAGS, _O_DIRECT = os.O_RDONLY | os.O_CLOEXEC, os.O_DIRECT
 _CACHESTAT = 451  # the same number on every architecture
 RWF_DONTCACHE = 0x80
 _WILLNEED = 3
@@ -56,6 +58,12 @@ _c_pread: Any = types.ExternalFunction("pread", types.int64(types.int32, types.i
 _c_preadv2: Any = types.ExternalFunction(
     "preadv2", types.int64(types.int32, types.int64, types.int32, types.int64, types.int32)
 )
+_c_open: Any = types.ExternalFunction("open", types.int32(types.int64, types.int32))
+_c_close: Any = types.ExternalFunction("close", types.int32(types.int32))
+_c_mmap: Any = types.ExternalFunction(
+    "mmap", types.int64(types.int64, types.int64, types.int32, types.int32, types.int32, types.int64)
+)
+_c_munmap: Any = types.ExternalFunction("munmap", types.int32(types.int64, types.int64))
 _c_memcpy: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
 _c_fadvise: Any = types.ExternalFunction(
     "posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32)
@@ -85,9 +93,11 @@ class Extents(NamedTuple):
     object_first_extent: (O + 1,); of each extent (X,): fd; offset and length, as asked of pread (widened for O_DIRECT);
     skip: bytes read before the wanted ones; wanted: bytes of the expert; slot_offset: where in a slot they go;
     first_word: its place in the expert ÷ 8; map_address: where mincore finds its file, 0 without. held_offset: where
-    in the locked copy of its expert a read of `length` goes. layer_id, expert_id, key: (O,). path: (O,) uint8, where an
-    object's bytes come from; held_address: (O,) of an object's locked copy, 0 without. file_fd, file_bytes,
-    file_map_address: (F,), every file of the pool, opened to ask for residency.
+    in the locked copy of its expert a read of `length` goes; file: int32, its file. layer_id, expert_id, key: (O,).
+    path: (O,) uint8, where an object's bytes come from; held_address: (O,) of an object's locked copy, 0 without.
+    file_fd, file_bytes, file_map_address: (F,), every file of the pool, opened to ask for residency; file_name: (F,)
+    address of its path, zero-terminated. Where there are more files than may be open, fd and file_fd are −1 and each
+    use opens the file by its name and closes it.
     """
 
     object_first_extent: npt.NDArray[np.int64]
@@ -100,6 +110,7 @@ class Extents(NamedTuple):
     first_word: npt.NDArray[np.int64]
     map_address: npt.NDArray[np.int64]
     held_offset: npt.NDArray[np.int64]
+    file: npt.NDArray[np.int32]
     layer_id: npt.NDArray[np.int64]
     expert_id: npt.NDArray[np.int64]
     key: npt.NDArray[np.uint64]
@@ -108,6 +119,7 @@ class Extents(NamedTuple):
     file_fd: npt.NDArray[np.int32]
     file_bytes: npt.NDArray[np.int64]
     file_map_address: npt.NDArray[np.int64]
+    file_name: npt.NDArray[np.int64]
 
 
 class Results(NamedTuple):
@@ -156,9 +168,9 @@ class Setting(NamedTuple):
     barrier: address of a pthread barrier of T threads, 0 for none (then one ticket runs through all accesses and no
     step is checked); decide, decide_on: addresses of int64 decide(void *decide_on, int64 event), which fills the
     decisions of an event and gives DECIDED, 0 where no policy decides; page_bytes; residency: RESIDENCY_…;
-    observe_every: 1 = each access, 0 = none; announce_bytes: pieces in which a read is announced
-    (POSIX_FADV_WILLNEED) right before it, 0 = not; verify: VERIFY_…; copy, synchronize: addresses of cudaMemcpyAsync
-    and cudaStreamSynchronize or the like, 0 for none.
+    advice: POSIX_FADV_… of a file that is opened by name, −1 for none; observe_every: 1 = each access, 0 = none;
+    announce_bytes: pieces in which a read is announced (POSIX_FADV_WILLNEED) right before it, 0 = not; verify:
+    VERIFY_…; copy, synchronize: addresses of cudaMemcpyAsync and cudaStreamSynchronize or the like, 0 for none.
     """
 
     barrier: int
@@ -166,6 +178,7 @@ class Setting(NamedTuple):
     decide_on: int
     page_bytes: int
     residency: int
+    advice: int
     observe_every: int
     announce_bytes: int
     verify: int
@@ -273,6 +286,18 @@ def now_ns(clock):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
+def _opened(name, flags):  # type: ignore[no-untyped-def]
+    """Descriptor of the file whose path lies at `name`, or a negative errno."""
+    while True:
+        fd = _c_open(name, np.int32(_OPEN_FLAGS | flags))
+        if fd >= 0:
+            return np.int64(fd)
+        number = np.int64(_load32(_c_errno()))
+        if number != _EINTR:
+            return -number
+
+
+@numba.njit(cache=True, nogil=True)
 def _cached(fd, offset, length, map_address, residency, page_bytes, scratch, vector):  # type: ignore[no-untyped-def]
     """Resident pages of [offset, offset + length) of a file; negative errno if the kernel cannot say."""
     first = offset // page_bytes * page_bytes
@@ -297,22 +322,38 @@ def _cached(fd, offset, length, map_address, residency, page_bytes, scratch, vec
 
 
 @numba.njit(cache=True, nogil=True)
+def _cached_in(file, offset, length, extents, residency, page_bytes, scratch, vector):  # type: ignore[no-untyped-def]
+    """As `_cached`, of a file of the pool by number."""
+    fd, map_address = np.int64(extents.file_fd[file]), extents.file_map_address[file]
+    if fd >= 0:
+        return _cached(fd, offset, length, map_address, residency, page_bytes, scratch, vector)
+    fd = _opened(extents.file_name[file], 0)
+    if fd < 0:
+        return fd
+    size = extents.file_bytes[file]
+    if residency == RESIDENCY_MINCORE:
+        # 1, 1: PROT_READ, MAP_SHARED
+        map_address = _c_mmap(0, size, np.int32(1), np.int32(1), np.int32(fd), 0)
+    if map_address == -1:
+        found = -np.int64(_load32(_c_errno()))
+    else:
+        found = _cached(fd, offset, length, map_address, residency, page_bytes, scratch, vector)
+        if residency == RESIDENCY_MINCORE:
+            _c_munmap(map_address, size)
+    _c_close(np.int32(fd))
+    return found
+
+
+@numba.njit(cache=True, nogil=True)
 def resident_pages(extents, first, stride, residency, page_bytes, scratch, vector):  # type: ignore[no-untyped-def]
     """Resident pages of files `first`, `first` + `stride`, … of the pool, or a negative errno."""
     total = np.int64(0)
+    if residency == RESIDENCY_NONE:
+        return total
     for file in range(first, len(extents.file_fd), stride):
         if extents.file_bytes[file] == 0:
             continue
-        found = _cached(
-            extents.file_fd[file],
-            0,
-            extents.file_bytes[file],
-            extents.file_map_address[file],
-            residency,
-            page_bytes,
-            scratch,
-            vector,
-        )
+        found = _cached_in(file, 0, extents.file_bytes[file], extents, residency, page_bytes, scratch, vector)
         if found < 0:
             return found
         total += found
@@ -397,11 +438,11 @@ def _observe(thread, access, obj, extents, results, setting, destinations, clock
     for extent in range(extents.object_first_extent[obj], extents.object_first_extent[obj + 1]):
         offset = extents.offset[extent] + extents.skip[extent]
         pages = -(-(offset + extents.wanted[extent]) // setting.page_bytes) - offset // setting.page_bytes
-        cached = _cached(
-            extents.fd[extent],
+        cached = _cached_in(
+            extents.file[extent],
             offset,
             extents.wanted[extent],
-            extents.map_address[extent],
+            extents,
             setting.residency,
             setting.page_bytes,
             destinations.scratch[thread],
@@ -418,8 +459,19 @@ def _announce(fd, offset, length, piece):  # type: ignore[no-untyped-def]
     end = offset + length
     while offset < end:
         size = min(piece, end - offset)
-        _c_fadvise(fd, offset, size, np.int32(_WILLNEED))
+        _c_fadvise(np.int32(fd), offset, size, np.int32(_WILLNEED))
         offset += size
+
+
+@numba.njit(cache=True, nogil=True)
+def _opened_to_read(name, path, advice):  # type: ignore[no-untyped-def]
+    """Descriptor of a file that is read once, advised as one that stays open would be; or a negative errno."""
+    if path == DIRECT:
+        return _opened(name, _O_DIRECT)
+    fd = _opened(name, 0)
+    if fd >= 0 and advice >= 0:
+        _c_fadvise(np.int32(fd), 0, 0, np.int32(advice))
+    return fd
 
 
 @numba.njit(cache=True, nogil=True)
@@ -445,11 +497,18 @@ def _fetch(obj, base, path, address, is_there, extents, setting, scratch):  # ty
             into = slot
             if address != 0:
                 into = source - skip
+            fd = np.int64(extents.fd[extent])
+            if fd < 0:
+                fd = _opened_to_read(extents.file_name[extents.file[extent]], path, setting.advice)
+                if fd < 0:
+                    return fd
             if setting.announce_bytes > 0 and path == BUFFERED:
-                _announce(extents.fd[extent], extents.offset[extent], extents.length[extent], setting.announce_bytes)
+                _announce(fd, extents.offset[extent], extents.length[extent], setting.announce_bytes)
             got = _read(
-                extents.fd[extent], into, extents.length[extent], extents.offset[extent], skip + wanted, flags, scratch
+                np.int32(fd), into, extents.length[extent], extents.offset[extent], skip + wanted, flags, scratch
             )
+            if extents.fd[extent] < 0:
+                _c_close(np.int32(fd))
             if got < 0:
                 return got
         elif path == MAPPED and setting.announce_bytes > 0:
@@ -675,8 +734,9 @@ def compile_ahead() -> None:
     schedule = Schedule(step_first_event=longs[:1], event_first_access=longs, event_id=longs, objects=ints)
     extents = Extents(
         object_first_extent=longs, fd=ints, offset=longs, length=longs, skip=longs, wanted=longs, slot_offset=longs,
-        first_word=longs, map_address=longs, held_offset=longs, layer_id=longs, expert_id=longs, key=words,
+        first_word=longs, map_address=longs, held_offset=longs, file=ints, layer_id=longs, expert_id=longs, key=words,
         path=bytes_[0], held_address=longs, file_fd=ints[:0], file_bytes=longs[:0], file_map_address=longs[:0],
+        file_name=longs[:0],
     )  # fmt: skip
     results = Results(
         begin_ns=longs, end_ns=longs, returned=longs, missing_pages=ints, path=bytes_[0], step_begin_ns=longs,
@@ -685,7 +745,7 @@ def compile_ahead() -> None:
         control=longs,
     )  # fmt: skip
     setting = Setting(
-        barrier=1, decide=0, decide_on=0, page_bytes=page_bytes, residency=RESIDENCY_NONE, observe_every=0,
+        barrier=1, decide=0, decide_on=0, page_bytes=page_bytes, residency=RESIDENCY_NONE, advice=-1, observe_every=0,
         announce_bytes=0, verify=VERIFY_NONE, copy=0, synchronize=0,
     )  # fmt: skip
     destinations = Destinations(

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from replayer import loop
 from replayer.arena import Arena
 from replayer.capacity import die_with_parent, raise_own_oom_score
 from replayer.device import Locked, NoAccelerator, NotLockable, Region, allocate, lock
-from replayer.owners import ReadPathRefused, map_files, open_files
+from replayer.owners import ReadPathRefused, advice_of, map_files, open_files
 
 _VECTOR_PAGES = 4096
 
@@ -43,11 +44,14 @@ class Measurement:
             spec["fadvise"],
             bool(np.any(path == loop.UNCACHED)),
             spec["owner"],
+            is_mapped=spec["residency"] == loop.RESIDENCY_MINCORE or bool(np.any(path == loop.MAPPED)),
         )
+        # Kept alive for the loop, which has addresses in it.
+        self.names, name_places = _zero_terminated(spec["paths"])
         sizes, any_way = self.arrays["file_bytes"], self.files.any
         self.mappings: list[mmap.mmap] = []
         map_addresses = [0] * len(any_way)
-        if spec["residency"] == loop.RESIDENCY_MINCORE or np.any(path == loop.MAPPED):
+        if self.files.is_mapped:
             self.mappings, map_addresses = map_files(any_way, sizes.tolist(), spec["fadvise"])
         of_file = self.arrays["extent_file"]
         of_way = (path == loop.DIRECT)[self.arrays["extent_object"]]
@@ -63,6 +67,7 @@ class Measurement:
             first_word=self.arrays["extent_first_word"],
             map_address=np.asarray(map_addresses, dtype=np.int64)[of_file],
             held_offset=self.arrays["extent_held_offset"],
+            file=of_file,
             layer_id=self.arrays["object_layer_id"],
             expert_id=self.arrays["object_expert_id"],
             key=self.arrays["object_key"],
@@ -72,6 +77,7 @@ class Measurement:
             file_fd=np.asarray(any_way, dtype=np.int32),
             file_bytes=sizes,
             file_map_address=np.asarray(map_addresses, dtype=np.int64),
+            file_name=self.names.ctypes.data + name_places,
         )
         self.decisions = loop.Decisions(*(self.arrays[f"decided_{name}"] for name in loop.Decisions._fields))
         self.locked: Locked | None = None
@@ -120,6 +126,7 @@ class Measurement:
             decide_on=0 if decider is None else decider.stage_address,
             page_bytes=os.sysconf("SC_PAGE_SIZE"),
             residency=int(self.spec["residency"]),
+            advice=advice_of(self.spec["fadvise"]),
             observe_every=int(self.spec["observe_every"]),
             announce_bytes=int(self.spec["announce_bytes"]),
             verify=int(self.spec["verify"]),
@@ -270,6 +277,13 @@ class Measurement:
         return {"begin_ns": begin_ns, "end_ns": time.monotonic_ns()}
 
 
+def _zero_terminated(paths: list[str]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """(all paths one after the other, each with a zero byte; where each begins)."""
+    names = [os.fsencode(path) + b"\0" for path in paths]
+    sizes = np.array([len(name) for name in names], dtype=np.int64)
+    return np.frombuffer(b"".join(names), dtype=np.uint8), np.cumsum(sizes) - sizes
+
+
 def _opened(path: str) -> int:
     """A descriptor of a counter file, −1 where there is none: reading that gives nothing, as a vanished file does."""
     try:
@@ -316,7 +330,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, stop)
     try:
         measurement = Measurement(spec, arena)
-        _say("ready", status=_own_memory(), thread_ids=[thread.native_id for thread in measurement.threads])
+        _say("ready", status=_own_memory(), thread_ids=[thread.native_id for thread in measurement.threads],
+             files_stay_open=measurement.files.stay_open)  # fmt: skip
         files = sys.stdin.readline()
         if not files:
             return 0

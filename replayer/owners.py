@@ -33,6 +33,9 @@ _HELD_ALIGNMENT_BYTES = 64
 _OTHER_DESCRIPTORS = 256
 """Counter files, libraries, pipes."""
 
+_OTHER_MAPPINGS = 4096
+"""Libraries, buffers, stacks of threads."""
+
 _PATHS = {"buffered": BUFFERED, "direct": DIRECT, "uncached": UNCACHED}
 _ALONE = {"page_cache": BUFFERED, "page_cache_mmap": MAPPED, "restream": DIRECT, "uncached": UNCACHED}
 """Owners that get every expert in one way."""
@@ -154,10 +157,16 @@ def _within_object(sizes: IntArray, first: IntArray) -> IntArray:
 
 @dataclass(frozen=True)
 class OpenFiles:
-    """Descriptors of the pool's files, −1 where a file is not read so: (F,) through the page cache and past it."""
+    """Descriptors of the pool's files, −1 where a file is not read so: (F,) through the page cache and past it.
+
+    stay_open: False where there are more files than may be open; then all are −1, and each use opens and closes its
+    file. is_mapped: whether all are to be mapped as well.
+    """
 
     buffered: list[int]
     direct: list[int]
+    stay_open: bool
+    is_mapped: bool
 
     @property
     def any(self) -> list[int]:
@@ -166,15 +175,24 @@ class OpenFiles:
 
 
 def open_files(
-    paths: Sequence[Path], ways: npt.NDArray[np.bool_], fadvise: str, uncached: bool, owner: str
+    paths: Sequence[Path], ways: npt.NDArray[np.bool_], fadvise: str, uncached: bool, owner: str, *, is_mapped: bool
 ) -> OpenFiles:
     """One descriptor per file and way it is read, read-only; ways: (F, 2) through the page cache, past it.
 
+    is_mapped: the files are to be mapped, to be read or to ask for residency.
+
     Raises:
-        ReadPathRefused: no O_DIRECT or RWF_DONTCACHE here, or too few descriptors. OSError: a file cannot be opened.
+        ReadPathRefused: no O_DIRECT or RWF_DONTCACHE here, or an owner that maps and has more files than may be open.
+        OSError: a file cannot be opened.
     """
-    _allow_descriptors(int(np.count_nonzero(ways)) + _OTHER_DESCRIPTORS)
-    found = OpenFiles([], [])
+    refusal = _too_many(int(np.count_nonzero(ways)) + _OTHER_DESCRIPTORS, len(paths) if is_mapped else 0)
+    if refusal is not None and owner == "page_cache_mmap":
+        raise ReadPathRefused(f"{refusal}; raise that limit, or build the pool with --layout per-layer or stacked")
+    if refusal is not None:
+        _try_ways(paths, ways, fadvise, uncached, owner)
+        nothing = [-1] * len(paths)
+        return OpenFiles(nothing, nothing, stay_open=False, is_mapped=False)
+    found = OpenFiles([], [], stay_open=True, is_mapped=is_mapped)
     for path, (is_buffered, is_direct) in zip(paths, ways.tolist(), strict=True):
         found.buffered.append(_opened(path, fadvise, owner) if is_buffered else -1)
         found.direct.append(_opened_direct(path, owner) if is_direct else -1)
@@ -183,6 +201,19 @@ def open_files(
             next((place, path) for place, path in zip(found.buffered, paths, strict=True) if place >= 0), owner
         )
     return found
+
+
+def _try_ways(paths: Sequence[Path], ways: npt.NDArray[np.bool_], fadvise: str, uncached: bool, owner: str) -> None:
+    """Opens one file in each way, so that a way that is refused here is known before the run."""
+    for path in (paths[place] for place in np.flatnonzero(ways[:, 0])[:1]):
+        descriptor = _opened(path, fadvise, owner)
+        try:
+            if uncached:
+                _check_uncached((descriptor, path), owner)
+        finally:
+            os.close(descriptor)
+    for path in (paths[place] for place in np.flatnonzero(ways[:, 1])[:1]):
+        os.close(_opened_direct(path, owner))
 
 
 def _opened(path: Path, fadvise: str, owner: str) -> int:
@@ -217,16 +248,25 @@ def _check_uncached(place: tuple[int, Path], owner: str) -> None:
         ) from None
 
 
-def _allow_descriptors(wanted: int) -> None:
+def _too_many(descriptors: int, mappings: int) -> str | None:
+    """Why so many files cannot be open and mapped at once, null if they can; raises the soft limit where it is low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        raise ReadPathRefused(
-            f"{wanted:,} open files needed, at most {hard:,} are allowed here (ulimit -Hn); raise the limit, or build "
-            "the pool with --layout per-layer or stacked"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if hard != resource.RLIM_INFINITY and hard < descriptors:
+        return f"{descriptors:,} open files needed, at most {hard:,} are allowed here (ulimit -Hn)"
+    try:
+        most = int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        most = _OTHER_MAPPINGS + mappings
+    if most < _OTHER_MAPPINGS + mappings:
+        return f"{mappings:,} mapped files needed, {most:,} mappings are allowed here (vm.max_map_count)"
+    if soft != resource.RLIM_INFINITY and soft < descriptors:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
+    return None
+
+
+def advice_of(fadvise: str) -> int:
+    """POSIX_FADV_… that a file is opened with, −1 for none."""
+    return _ADVICE.get(fadvise, -1)
 
 
 def map_files(descriptors: Sequence[int], sizes: Sequence[int], fadvise: str) -> tuple[list[mmap.mmap], list[int]]:

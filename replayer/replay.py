@@ -565,6 +565,7 @@ def _record(
                     outer.set_limit_bytes(request.outer_group_bytes)
             child = stack.enter_context(_Child(recording, arena, storages, group))
             ready = child.expect("ready")
+            recording.files_stay_open = bool(ready["files_stay_open"])
             _note_own_memory(recording, ready, None if shared is not None else group)
             yield
             balloon = None if shared is not None else _limit(recording, group, outer, stack)
@@ -953,6 +954,7 @@ def _rows(
         "preload_ns": recording.preload_ns,
         "mechanism_detail": limits.detail,
         "residency_counter": recording.residency_counter,
+        "files_stay_open": recording.files_stay_open,
         "repeat": repeat,
         "step_begin": recording.step_begin,
         "step_end": recording.step_end,

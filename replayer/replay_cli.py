@@ -297,6 +297,8 @@ def _print_run(result: Run) -> None:
         )
     if run["arena_hits"] is not None:
         print(f"  served from locked memory: {run['arena_hits']:,} of {run['accesses']:,} accesses")
+    if run["files_stay_open"] is False:
+        print("  more files than may be open (ulimit -Hn): each access opened and closed its own, within its time")
     held = sum(proof["held"] is True for proof in result.proofs)
     print(
         f"  proofs: {held} of {len(result.proofs)} held; bytes {_verdict(run, 'bytes')}; times {_verdict(run, 'time')}"

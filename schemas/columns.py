@@ -402,6 +402,12 @@ _DEFINITIONS = [
     _count("threads", "demand threads"),
     Column("observe", pl.String, "which accesses had their residency asked for before the read", values=OBSERVATIONS),
     Column("residency_counter", pl.String, "system call that residency was asked of", values=("cachestat", "mincore")),
+    Column(
+        "files_stay_open",
+        pl.Boolean,
+        "whether the pool's files stayed open through the run; false where there are more than may be open (ulimit "
+        "-Hn), so that each access opened and closed its own, within its time",
+    ),
     Column("verify", pl.String, "content checked of each access: first and last page, or all", values=VERIFICATIONS),
     Column("repeat", pl.Int64, "which repetition within one call, from 0", minimum=0),
     _count("headroom_bytes", "memory allowed beyond capacity and own memory", "byte"),

@@ -291,6 +291,7 @@ class ReplayedRun(_Document):
     threads: int
     observe: Literal["none", "sample", "every"]
     residency_counter: Literal["cachestat", "mincore"] | None
+    files_stay_open: bool | None
     verify: Literal["edges", "all"]
     repeat: int
     together_id: str | None

@@ -77,7 +77,8 @@ ROWS: dict[str, dict] = {
         "time_reasons": "", "thrash": False, "owner": "page_cache", "policy": None, "scope": None, "fit": None,
         "admission": None, "seed": None, "arena_fraction": None, "miss_path": None, "mechanism": "cgroup",
         "mechanism_detail": "cgroup v2", "fadvise": "random", "destination": "cpu", "threads": 8, "observe": "every",
-        "residency_counter": "cachestat", "verify": "edges", "repeat": 0, "together_id": None, "tenant_number": None,
+        "residency_counter": "cachestat",
+        "files_stay_open": True, "verify": "edges", "repeat": 0, "together_id": None, "tenant_number": None,
         "tenants": None, "shares_wall": None, "step_begin": 0, "step_end": 10, "access_order": "router", "warm_pass":
         True, "capacity_bytes": 400, "headroom_bytes": 0, "own_anonymous_bytes": 1000, "own_kernel_bytes": 100,
         "wall_bytes": 1500, "enforced_bytes": 400, "balloon_bytes": None, "outer_group_bytes": None, "arena_bytes":

@@ -115,6 +115,7 @@ def bench(
         first_word=ones * 0,
         map_address=ones * 0,
         held_offset=ones * 0,
+        file=np.zeros(NUM_OBJECTS, dtype=np.int32),
         layer_id=ones * LAYER_ID,
         expert_id=np.arange(NUM_OBJECTS, dtype=np.int64),
         key=np.array([expert_key(LAYER_ID, expert) for expert in range(NUM_OBJECTS)], dtype=np.uint64),
@@ -123,6 +124,7 @@ def bench(
         file_fd=np.array([descriptor], dtype=np.int32),
         file_bytes=np.array([NUM_OBJECTS * EXPERT_BYTES], dtype=np.int64),
         file_map_address=np.zeros(1, dtype=np.int64),
+        file_name=np.zeros(1, dtype=np.int64),
     )
     results = loop.Results(
         begin_ns=np.zeros(accesses, dtype=np.int64),
@@ -146,7 +148,7 @@ def bench(
     )
     plain = {
         "barrier": barrier.address, "decide": 0, "decide_on": 0, "page_bytes": PAGE, "residency": RESIDENCY,
-        "observe_every": 1, "announce_bytes": 0, "verify": loop.VERIFY_ALL, "copy": 0, "synchronize": 0,
+        "advice": -1, "observe_every": 1, "announce_bytes": 0, "verify": loop.VERIFY_ALL, "copy": 0, "synchronize": 0,
     }  # fmt: skip
     return Bench(
         schedule=loop.Schedule(
@@ -264,7 +266,8 @@ def test_an_error_is_kept_with_its_access_and_ends_the_pass_at_its_event(
     # Step 0 is sound, the second event of step 1 is not, nothing of step 2 is reached.
     steps = [[[1, 2], [3, 4]], [[5, 6], [7, 8, 9]], [[10]]]
     made = bench(pool, steps, threads=threads)
-    descriptor, number, offset = -1, errno.EBADF, 0
+    # A number that no open file has; −1 would ask for a file to be opened.
+    descriptor, number, offset = 10**6, errno.EBADF, 0
     if kind == "folder":
         descriptor, number = os.open(tmp_path, os.O_RDONLY), errno.EISDIR
     elif kind == "input/output":
@@ -277,14 +280,14 @@ def test_an_error_is_kept_with_its_access_and_ends_the_pass_at_its_event(
             descriptor, number, offset = os.open(file, os.O_RDONLY | os.O_DIRECT), errno.EINVAL, 1
             os.preadv(descriptor, [mmap.mmap(-1, PAGE)], 1)
         except OSError as error:
-            if descriptor == -1 or error.errno != errno.EINVAL:
+            if descriptor == 10**6 or error.errno != errno.EINVAL:
                 pytest.skip(f"O_DIRECT here: {error}")
         else:
             pytest.skip("O_DIRECT takes any offset here")
     with_bad_object(made, 7, fd=descriptor, offset=offset)
     made.setting = made.setting._replace(observe_every=0)
     made.run()
-    if descriptor >= 0:
+    if descriptor != 10**6:
         os.close(descriptor)
     bad = 6
     assert made.results.returned[bad] == -number

@@ -344,6 +344,53 @@ def test_file_system_without_uncached_reads(trace: Trace, pool: Pool, monkeypatc
         replayed(trace, pool, owner="uncached")
 
 
+# More files than may be open
+
+
+def with_few_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured_by(monkeypatch, "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n")
+
+
+@pytest.mark.parametrize("residency", ["cachestat", "mincore"])
+@pytest.mark.parametrize("owner", [owner for owner in OWNERS if owner != "page_cache_mmap"])
+def test_files_are_opened_for_each_access_where_too_few_may_stay_open(
+    trace: Trace, pool: Pool, monkeypatch: pytest.MonkeyPatch, owner: str, residency: str
+) -> None:
+    if residency == "cachestat" and supervisor.counters.residency_counter() != "cachestat":
+        pytest.skip("this kernel has no cachestat")
+    monkeypatch.setattr(supervisor.counters, "residency_counter", lambda: residency)
+    asked = {"owner": owner, "threads": 4, **OWNER_REQUESTS[owner]}
+    if owner in ("arena", "hybrid", "user_cache"):
+        asked["capacity_bytes"] = CAPACITY
+    usual = replayed(trace, pool, **asked)
+    with_few_descriptors(monkeypatch)
+    run = replayed(trace, pool, **asked)
+    assert failed(run) == set()
+    assert (usual.run["files_stay_open"], run.run["files_stay_open"]) == (True, False)
+    # Files of many experts, read in no order: without the advice of random reads there would be readahead.
+    for name in ("consumed_digest", "device_bytes", "missing_bytes", "arena_hits", "direct_bytes", "overshoot_bytes"):
+        assert run.run[name] == usual.run[name], name
+
+
+def test_owner_that_maps_needs_its_files_open(trace: Trace, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_few_descriptors(monkeypatch)
+    with pytest.raises(UnusableReplay, match=r"260 open files needed, at most 64 .*ulimit -Hn.*; raise that limit, or"):
+        replayed(trace, pool, owner="page_cache_mmap")
+
+
+@pytest.mark.parametrize("owner", ["page_cache", "restream"])
+def test_file_that_cannot_be_opened_for_an_access_ends_the_run(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    pool = pool_for(trace, tmp_path / "pool", EXPERT_BYTES)
+    # Gone once everything was looked at, before anything is read.
+    monkeypatch.setattr(supervisor, "_drop", lambda one, real=supervisor._drop: (real(one), one.paths[2].unlink()))
+    with_few_descriptors(monkeypatch)
+    run = replayed(trace, pool, owner=owner)
+    assert run.run["status"] == "failed"
+    assert "No such file or directory" in run.run["failure"]
+
+
 # Faults
 
 

@@ -400,6 +400,7 @@ CREATE TABLE replay_run (
     threads                BIGINT  NOT NULL,
     observe                VARCHAR NOT NULL,
     residency_counter      VARCHAR,
+    files_stay_open        BOOLEAN,
     verify                 VARCHAR NOT NULL,
     repeat                 BIGINT  NOT NULL,
     together_id            VARCHAR,

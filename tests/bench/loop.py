@@ -109,6 +109,7 @@ class Reads:
             first_word=offset // 8,
             map_address=nothing,
             held_offset=nothing,
+            file=file.astype(np.int32),
             layer_id=file,
             expert_id=nothing,
             key=np.array([expert_key(number, 0) for number in range(len(sizes))], dtype=np.uint64)[file],
@@ -117,6 +118,7 @@ class Reads:
             file_fd=np.asarray(observed, dtype=np.int32),
             file_bytes=np.array([os.fstat(descriptor).st_size for descriptor in observed], dtype=np.int64),
             file_map_address=np.zeros(len(observed), dtype=np.int64),
+            file_name=np.zeros(len(observed), dtype=np.int64),
         )
         self.counters = loop.Counters(
             fd=np.asarray(counters, dtype=np.int32), first_byte=np.arange(len(counters) + 1) * 2**14
@@ -168,6 +170,7 @@ class Reads:
             decide_on=0,
             page_bytes=PAGE_BYTES,
             residency=loop.RESIDENCY_CACHESTAT,
+            advice=-1,
             observe_every=observe_every,
             announce_bytes=0,
             verify=verify,

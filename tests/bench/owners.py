@@ -66,6 +66,7 @@ class Held(Reads):
                 decide_on=decider.stage_address,
                 page_bytes=os.sysconf("SC_PAGE_SIZE"),
                 residency=loop.RESIDENCY_CACHESTAT,
+                advice=-1,
                 observe_every=0,
                 announce_bytes=0,
                 verify=loop.VERIFY_NONE,
