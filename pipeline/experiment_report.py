@@ -3,6 +3,7 @@
 The paragraph is the replayer's own, made from the same runs: see `replayer.experiment_findings`.
 """
 
+import re
 from collections.abc import Callable, Sequence
 
 import polars as pl
@@ -44,10 +45,21 @@ def _block(row: Row, conditions: Sequence[Row], effects: Sequence[Row]) -> Block
     )
     return Block(
         heading=f"Experiment {row['experiment']} ({row['experiment_id']})",
-        findings=[asked, row["finding"]],
+        findings=[asked, *_statements(row["finding"])],
         pictures=[],
         grids=[_conditions_grid(conditions), *([_effects_grid(effects)] if effects else [])],
     )
+
+
+def _statements(paragraph: str) -> list[str]:
+    """The paragraph cut into what is said of each condition: its sentences, a measurement with what it belongs to."""
+    statements: list[str] = []
+    for sentence in re.split(r"(?<=\.) ", paragraph):
+        if statements and sentence.startswith("Measured, "):
+            statements[-1] += f" {sentence}"
+        else:
+            statements.append(sentence)
+    return statements
 
 
 def _conditions_grid(rows: Sequence[Row]) -> Grid:

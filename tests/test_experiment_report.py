@@ -34,6 +34,18 @@ def test_an_experiment_shows_question_paragraph_medians_and_spreads():
     assert effects[4] == "0.750 0.700 to 0.800"
 
 
+def test_what_is_said_of_each_condition_stands_alone():
+    finding = (
+        "b against a: device bytes 0.5 times. Measured, b held 1.25 MiB. c against a: no effect. 2 of 2 are valid."
+    )
+    (block,) = blocks(experiment=[{**ROWS["experiment"], "finding": finding}])
+    assert block.findings[1:] == [
+        "b against a: device bytes 0.5 times. Measured, b held 1.25 MiB.",
+        "c against a: no effect.",
+        "2 of 2 are valid.",
+    ]
+
+
 def test_the_verdict_on_an_effect_flips_with_its_row():
     def verdict(**values: Any) -> str:
         (block,) = blocks(experiment_effect=[{**ROWS["experiment_effect"], **values}])
