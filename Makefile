@@ -4,27 +4,38 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PORT ?= 3000
-# Tests that replay nothing natively and time nothing: they run beside the others, which need the machine's one lock.
-PURE_TESTS := $(patsubst %,tests/test_%.py,bad_dumps canonical checkpoints curves disclosure dumps hit_curves hostile \
-  intervals inversion libcachesim locality lookahead policies priorities published_values queues report sample simulate \
-  simulate_cli streams sweep trace user_cache warehouse)
+# Tests that replay nothing natively and time nothing, in two parts; all others need the machine's one lock.
+PURE_1 := $(patsubst %,tests/test_%.py,accounting bad_dumps boundaries canonical checkpoints cli curves disclosure docs \
+  dumps experiment_report hit_curves hostile intervals inversion libcachesim locality lookahead policies priorities)
+PURE_2 := $(patsubst %,tests/test_%.py,published_values quantities queues report sample schemas simulate simulate_cli \
+  streams sweep trace user_cache warehouse)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test dev bench format clean
+.PHONY: demo test test-native test-pure-1 test-pure-2 types dev bench format clean
 
 demo: $(INSTALLED)
 	@$(BIN)/expert-tier demo
 
+# Two jobs at a time, each printed when it ends: first the tests that wait for the disk and for each other. Beside them
+# the types, so that what numba compiles for the first is on disk when the others come to need it.
 test: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target --keep-going test-native types test-pure-1 test-pure-2
+
+test-native: $(INSTALLED)
+	@$(BIN)/pytest -rs $(PURE_1:%=--ignore=%) $(PURE_2:%=--ignore=%)
+
+test-pure-1: $(INSTALLED)
+	@$(BIN)/pytest -rs $(PURE_1)
+
+test-pure-2: $(INSTALLED)
+	@$(BIN)/pytest -rs $(PURE_2)
+
+types: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/dagster definitions validate
-	@$(BIN)/pytest -rs $(PURE_TESTS) >.pure-tests.log 2>&1 & pure=$$!; \
-	  trap "kill $$pure 2>/dev/null; exit 130" INT TERM; \
-	  $(BIN)/pytest -rs $(PURE_TESTS:%=--ignore=%); machine=$$?; wait $$pure; pure=$$?; \
-	  cat .pure-tests.log; exit $$((machine | pure))
 
 # SIGINT and SIGTERM are given their default action back, since Dagster keeps what a background shell leaves ignored.
 dev: $(INSTALLED)
@@ -46,5 +57,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pure-tests.log build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

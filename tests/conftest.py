@@ -1,6 +1,10 @@
 """Fixtures that several test modules share."""
 
+from pathlib import Path
+
 import pytest
+
+from tests.raw_dumps import random_routes, route_csv_dump
 
 
 @pytest.fixture
@@ -19,3 +23,12 @@ def small_reconstruction(monkeypatch):
 
     small = SyntheticRouter(layers=2, steps=20, num_experts=32, top_k=4)
     monkeypatch.setattr(assets, "synthetic_trace", lambda: synthetic_trace(small))
+
+
+@pytest.fixture
+def dump(tmp_path) -> Path:
+    """A small dump with prefill, decode and sizes."""
+    path = tmp_path / "a.csv"
+    prefill, decode = random_routes(4, 3, 16, 2), random_routes(40, 3, 16, 2, seed=1)
+    path.write_bytes(route_csv_dump(prefill, decode, experts=16, expert_bytes=[64] * 3))
+    return path

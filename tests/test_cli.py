@@ -1,6 +1,5 @@
 """The command lines as their users meet them: documents, exit codes, one line per error."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -11,55 +10,25 @@ import polars as pl
 import pytest
 from pydantic import TypeAdapter
 
-from pipeline import cli, inversion, replays
-from replayer import cli as replayer_cli
-from replayer.machine import storage_of
+from pipeline import cli, inversion
 from schemas.documents import (
-    BuiltPool,
-    Demonstration,
     IngestedTrace,
     Inspection,
     Relation,
     ReplayedRun,
     RunSummary,
     Simulation,
-    VerifiedPool,
 )
 from schemas.tables import TABLES
 from schemas.validation import validate_table
-from tests.raw_dumps import npz_dump, random_routes, route_csv_dump
+from tests.command_lines import expert_tier, replayer
+from tests.raw_dumps import npz_dump, random_routes
 
 ROOT = Path(__file__).parents[1]
 TRACES = ROOT.parent / "shared" / "traces"
 
 
 pytestmark = pytest.mark.usefixtures("own_dagster_home", "small_reconstruction")
-
-
-@pytest.fixture
-def dump(tmp_path) -> Path:
-    path = tmp_path / "a.csv"
-    prefill, decode = random_routes(4, 3, 16, 2), random_routes(40, 3, 16, 2, seed=1)
-    path.write_bytes(route_csv_dump(prefill, decode, experts=16, expert_bytes=[64] * 3))
-    return path
-
-
-def expert_tier(capsys, *arguments: object) -> tuple[int, str, str]:
-    try:
-        status = cli.main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        status = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
-def replayer(capsys, *arguments: object) -> tuple[int, str, str]:
-    try:
-        status = replayer_cli.main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        status = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
 
 
 def test_ingest_prints_one_document(capsys, tmp_path, dump):
@@ -81,23 +50,37 @@ def test_inspect_prints_one_document_and_keeps_nothing(capsys, tmp_path, dump):
     assert "the engine's own: " in out
 
 
-def test_the_whole_session_of_the_help_works(capsys, tmp_path, dump):
-    data = tmp_path / "d"
-    assert expert_tier(capsys, "ingest", dump, "--data", data)[0] == 0
-    status, out, err = expert_tier(capsys, "run", "--data", data, "--json")
-    assert (status, err) == (0, "")
-    summary = RunSummary.model_validate_json(out)
+@pytest.fixture(scope="module")
+def sessions() -> list[tuple[Path, RunSummary]]:
+    """At most one: the session that the tests share which change nothing in it."""
+    return []
+
+
+@pytest.fixture
+def session(capsys, sessions, tmp_path_factory, dump) -> tuple[Path, RunSummary]:
+    """A data folder with one trace that has been run, and what the run printed."""
+    if not sessions:
+        data = tmp_path_factory.mktemp("session") / "d"
+        assert expert_tier(capsys, "ingest", dump, "--data", data)[0] == 0
+        status, out, err = expert_tier(capsys, "run", "--data", data, "--json")
+        assert (status, err) == (0, "")
+        sessions.append((data, RunSummary.model_validate_json(out)))
+    return sessions[0]
+
+
+def test_the_whole_session_of_the_help_works(capsys, session):
+    data, summary = session
     assert summary.tables["hit_rate"] > 0
     assert Path(summary.report).is_file()
-    status, out, _ = expert_tier(capsys, "query", "--list", "--format", "json", "--data", data)
+    _, out, _ = expert_tier(capsys, "query", "--list", "--format", "json", "--data", data)
     names = {relation.name for relation in TypeAdapter(list[Relation]).validate_json(out)}
     assert {"trace", "hit_rate", "routing"} <= names
     sql = "SELECT policy, hits + misses = accesses AS adds_up FROM hit_rate LIMIT 3"
-    status, out, _ = expert_tier(capsys, "query", sql, "--format", "json", "--data", data)
+    _, out, _ = expert_tier(capsys, "query", sql, "--format", "json", "--data", data)
     assert [row["adds_up"] for row in json.loads(out)] == [True] * 3
-    status, out, _ = expert_tier(capsys, "query", "SELECT 1 AS a, 'x' AS b", "--format", "csv", "--data", data)
+    _, out, _ = expert_tier(capsys, "query", "SELECT 1 AS a, 'x' AS b", "--format", "csv", "--data", data)
     assert out.splitlines() == ["a,b", "1,x"]
-    status, out, _ = expert_tier(capsys, "report", "--json", "--data", data)
+    _, out, _ = expert_tier(capsys, "report", "--json", "--data", data)
     assert Path(json.loads(out)["report"]).is_file()
 
 
@@ -132,65 +115,6 @@ def test_simulate_prints_one_document_whose_rows_carry_their_contract(capsys, tm
     assert "1.00 KiB" in out
 
 
-@pytest.fixture
-def pool(capsys, tmp_path, dump) -> tuple[Path, Path]:
-    """(a trace, a pool built for it by the command), where the tests' folder is on a disk."""
-    storage = storage_of(tmp_path)
-    if not storage.suitable:
-        pytest.skip(f"{tmp_path} is on {storage.filesystem}: {storage.reason}")
-    (one,) = json.loads(expert_tier(capsys, "ingest", dump, "--data", tmp_path / "d", "--json")[1])
-    folder = tmp_path / "pool"
-    status, out, err = replayer(
-        capsys, "pool", "build", "--trace", one["path"], "--layout", "per-layer", "--out", folder, "--json"
-    )
-    assert (status, err) == (0, "")
-    built = BuiltPool.model_validate_json(out)
-    assert (built.layout, built.pool_experts, built.pool_bytes) == ("per_layer", 48, 48 * 64)
-    assert (built.kept_bytes, built.written_bytes) == (0, built.file_bytes)
-    return Path(one["path"]), folder
-
-
-def test_pool_verify_prints_one_document_whatever_it_finds(capsys, pool):
-    _, folder = pool
-    status, out, _ = replayer(capsys, "pool", "verify", folder, "--json")
-    found = VerifiedPool.model_validate_json(out)
-    assert (status, found.holds) == (0, True)
-    file = next(folder.rglob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-8])
-    status, out, _ = replayer(capsys, "pool", "verify", folder, "--content", "all", "--json")
-    found = VerifiedPool.model_validate_json(out)
-    assert (status, found.holds) == (1, False)
-    assert not all(check.held for check in found.checks)
-
-
-def test_replay_prints_its_row_and_proofs_and_a_list_of_them_when_repeated(capsys, pool, tmp_path):
-    trace, folder = pool
-    asked = [
-        "--pool",
-        folder,
-        "--device",
-        "none",
-        "--steps",
-        "0:5",
-        "--wait",
-        "600",
-        "--data",
-        tmp_path / "d",
-        "--json",
-    ]
-    status, out, err = replayer(capsys, "replay", trace, *asked)
-    assert (status, err) == (0, "")
-    run = ReplayedRun.model_validate_json(out)
-    assert run.bytes_valid
-    assert (run.step_begin, run.step_end, run.mechanism, run.capacity_bytes) == (0, 5, "none", None)
-    assert {proof.run_id for proof in run.proofs} == {run.run_id}
-    status, out, _ = replayer(capsys, "replay", trace, *asked, "--repeat", "2", "--owner", "restream", "--cold")
-    twice = TypeAdapter(list[ReplayedRun]).validate_json(out)
-    assert [one.repeat for one in twice] == [0, 1]
-    assert twice[0].condition_hash == twice[1].condition_hash != run.condition_hash
-    assert len(list((tmp_path / "d" / "results" / "replay_run").rglob("*.parquet"))) == 3
-
-
 def test_the_document_of_a_run_is_its_row_with_the_proofs():
     table = TABLES["replay_run"]
     assert list(ReplayedRun.model_fields) == [*table.column_names, "proofs"]
@@ -202,27 +126,6 @@ def test_the_document_of_a_run_is_its_row_with_the_proofs():
             literal = next(one for one in (annotation, *get_args(annotation)) if get_origin(one) is Literal)
             assert get_args(literal) == column.values, column.name
     assert list(ReplayedRun.Proof.model_fields) == list(TABLES["replay_proof"].column_names)
-
-
-def test_the_demo_replays_natively_and_prints_one_document_or_says_why_not(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "_DEMO_CONDITIONS", dataclasses.replace(cli._DEMO_CONDITIONS, wait_s=600))
-    status, out, err = expert_tier(capsys, "demo", "--data", tmp_path / "d", "--json")
-    assert (status, err) == (0, "")
-    found = Demonstration.model_validate_json(out)
-    assert found.tables["hit_rate"] > 0
-    assert found.tables["replay_run"] == len(found.replays)
-    assert (found.replay_skipped is None) == storage_of(tmp_path).suitable
-    monkeypatch.setattr(cli, "_materialize", lambda data, ids, between: between() or {"traces": ids})
-    monkeypatch.setattr(cli, "_answer", lambda data, done: [])
-    refusal = "a file system in memory"
-
-    def refuse(*_arguments: object, **_options: object) -> None:
-        raise replays.ReplayFailed(refusal)
-
-    monkeypatch.setattr(cli, "pool_of", refuse)
-    status, out, err = expert_tier(capsys, "demo", "--data", tmp_path / "d")
-    assert (status, err) == (0, "")
-    assert f"no native replay: {refusal}" in out
 
 
 ERRORS = [
@@ -285,10 +188,8 @@ def test_one_bad_dump_of_several_is_named_and_the_others_are_ingested(capsys, tm
     assert "bad.npz" in err
 
 
-def test_a_bad_query_is_one_line(capsys, tmp_path, dump):
-    expert_tier(capsys, "ingest", dump, "--data", tmp_path / "d")
-    expert_tier(capsys, "run", "--data", tmp_path / "d")
-    status, out, err = expert_tier(capsys, "query", "SELEC 1", "--data", tmp_path / "d")
+def test_a_bad_query_is_one_line(capsys, session):
+    status, out, err = expert_tier(capsys, "query", "SELEC 1", "--data", session[0])
     assert (status, out) == (1, "")
     assert len(err.splitlines()) == 1
 
@@ -341,10 +242,8 @@ def test_run_takes_what_is_stale_and_says_what_is_not(capsys, tmp_path, dump):
     assert "no trace 'nobody'" in err
 
 
-def test_a_wide_result_is_printed_row_by_row_and_a_narrow_one_as_a_table(capsys, tmp_path, dump):
-    data = tmp_path / "d"
-    expert_tier(capsys, "ingest", dump, "--data", data)
-    expert_tier(capsys, "run", "--data", data)
+def test_a_wide_result_is_printed_row_by_row_and_a_narrow_one_as_a_table(capsys, session):
+    data, _ = session
     out = expert_tier(capsys, "query", "SELECT * FROM trace", "--data", data)[1]
     assert "── row 1 of 1" in out
     assert "source_file" in out
