@@ -113,7 +113,7 @@ def count_hits(policy: str, semantics: str, trace: Trace, scope: str, experts: i
 
 
 @pytest.mark.parametrize("policy", oracles.POLICIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     trace=routing_traces(),
     order=st.sampled_from(ACCESS_ORDERS),
@@ -138,7 +138,7 @@ def admission_masks(trace: Trace):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), trace=routing_traces(), dedup=st.sampled_from(DEDUPS), scope=st.sampled_from(SCOPES))
 def test_a_walk_in_pieces_is_decided_as_the_whole(policy, data, trace, dedup, scope):
     steps = whole_walk(trace, dedup=dedup)
@@ -151,7 +151,7 @@ def test_a_walk_in_pieces_is_decided_as_the_whole(policy, data, trace, dedup, sc
 
 
 @pytest.mark.parametrize("policy", DEMAND_POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), trace=routing_traces(), scope=st.sampled_from(SCOPES))
 def test_what_may_not_enter_never_hits(policy, data, trace, scope):
     steps = whole_walk(trace)
@@ -162,7 +162,7 @@ def test_what_may_not_enter_never_hits(policy, data, trace, scope):
 
 
 @pytest.mark.parametrize("policy", DEMAND_POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), trace=routing_traces(), scope=st.sampled_from(SCOPES))
 def test_a_table_that_admits_everything_changes_nothing(policy, data, trace, scope):
     steps, capacity = whole_walk(trace), data.draw(capacities(trace))
