@@ -1,5 +1,6 @@
 """Policies with a smallest key, against oracles and hand-worked cases, whole and cut into chunks."""
 
+from functools import cache
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
@@ -110,7 +111,7 @@ def oracle_decisions(policy: str, events: list[tuple[int, list[int]]], caches: C
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(workload=workloads(), time_type=st.sampled_from(TIME_TYPES))
 def test_kernel_decides_every_access_as_the_oracle_does_however_the_walk_is_cut(policy, workload, time_type):
     caches, events, _ = workload
@@ -121,6 +122,7 @@ def test_kernel_decides_every_access_as_the_oracle_does_however_the_walk_is_cut(
         assert kernel_decisions(policy, chunks, caches, atomic, time_type) == expected, (atomic, "in chunks")
 
 
+@cache
 def skewed_walk(seed: int, *, num_caches: int, objects_of_cache: int, num_events: int, members: int) -> Workload:
     """Events of distinct objects of skewed and drifting popularity; long enough for counts and ages to grow."""
     rng = np.random.default_rng(seed)
