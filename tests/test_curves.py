@@ -159,7 +159,7 @@ def test_distances_stay_exact_when_slots_of_time_run_out(num_objects, skew, atom
     # 64 slots are a word, 2,048 a group and all that a cache of up to 512 experts has; 1,200 experts have 3 groups.
     generator = np.random.default_rng(num_objects)
     popularity = np.arange(1, num_objects + 1) ** -float(skew)
-    objects = generator.choice(num_objects, size=20_000, p=popularity / popularity.sum()).astype(np.int32)
+    objects = generator.choice(num_objects, size=13_000, p=popularity / popularity.sum()).astype(np.int32)
     objects[-1] = num_objects - 1
     events, first_object = one_cache(objects)
     size = generator.integers(1, 10**7, num_objects)

@@ -507,12 +507,19 @@ SQL = {
 }
 
 
-@pytest.mark.parametrize(("sql", "form"), list(itertools.product(SQL, ["table", "csv", "json"])))
-def test_results_of_any_type_are_printed_or_one_line(tmp_path, capsys, sql, form):
+@pytest.fixture(scope="module")
+def empty_warehouse(tmp_path_factory) -> Path:
+    """A data folder with a warehouse without rows, for questions that need none."""
     from warehouse.build import build_warehouse
 
-    build_warehouse(tmp_path)
-    status = cli.main(["query", SQL[sql], "--format", form, "--data", str(tmp_path)])
+    folder = tmp_path_factory.mktemp("empty")
+    build_warehouse(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("sql", "form"), list(itertools.product(SQL, ["table", "csv", "json"])))
+def test_results_of_any_type_are_printed_or_one_line(empty_warehouse, capsys, sql, form):
+    status = cli.main(["query", SQL[sql], "--format", form, "--data", str(empty_warehouse)])
     captured = capsys.readouterr()
     if status == 0 and form == "json":
         json.loads(captured.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
