@@ -46,7 +46,8 @@ from schemas.files import DataFolder
 from schemas.tables import TABLES
 from schemas.validation import validate_table
 from tests.builders import make_trace, write_trace
-from tests.replays import ENVIRONMENT, KIB, WAIT_S, called, command_line, needs_memory_groups, pool_for, routing, until
+from tests.command_lines import replayer
+from tests.replays import ENVIRONMENT, KIB, WAIT_S, command_line, needs_memory_groups, pool_for, routing, until
 from tests.table_rows import ROWS
 
 GIB = 2**30
@@ -675,9 +676,9 @@ def test_an_experiment_without_a_data_folder_is_refused(made):
 
 
 @pytest.mark.parametrize("option", [["--owner", "restream"], ["--device", "none"], ["--capacity", "1MiB"]])
-def test_an_option_that_the_file_decides_is_refused(tmp_path: Path, option: list[str]) -> None:
+def test_an_option_that_the_file_decides_is_refused(capsys, tmp_path: Path, option: list[str]) -> None:
     words = ["any.parquet", "--pool", tmp_path, "--experiment", "equal-memory", "--data", tmp_path, *option]
-    called_so = called("replay", *words)
-    assert called_so.returncode == 2
-    assert called_so.stderr.count("\n") == 1
-    assert f"{option[0]} with --experiment, whose file says it" in called_so.stderr
+    status, _, complaint = replayer(capsys, "replay", *words)
+    assert status == 2
+    assert complaint.count("\n") == 1
+    assert f"{option[0]} with --experiment, whose file says it" in complaint
