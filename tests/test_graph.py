@@ -98,7 +98,7 @@ def test_every_table_has_an_asset_of_its_name_with_a_description_and_a_blocking_
         assert sorted((spec.name, spec.blocking) for spec in specs) == wanted
 
 
-def test_a_dump_goes_all_the_way_to_warehouse_and_report(data):
+def test_a_dump_goes_all_the_way_to_warehouse_and_report_and_a_second_run_gives_the_same_tables(data):
     first = ingest(drop(data, "a.csv"), data, UserMetadata(domain="code")).metadata.trace_id
     second = ingest(drop(data, "b.csv", seed=7), data, UserMetadata(domain="math")).metadata.trace_id
     assert materialize(data, [first, second]) == []
@@ -112,14 +112,9 @@ def test_a_dump_goes_all_the_way_to_warehouse_and_report(data):
         assert connection.execute("SELECT count(*) FROM routing").fetchall()[0][0] == 2 * (12 + 120)
     assert list(stale_traces(data)) == []
     assert first in data.report.read_text()
-
-
-def test_a_second_run_gives_the_same_tables(data):
-    trace_id = ingest(drop(data, "a.csv"), data, UserMetadata()).metadata.trace_id
-    materialize(data, [trace_id])
-    before = {name: pl.read_parquet(data.result_file(name, trace_id)) for name in PER_TRACE_TABLES}
-    materialize(data, [trace_id])
-    assert all(before[name].equals(pl.read_parquet(data.result_file(name, trace_id))) for name in PER_TRACE_TABLES)
+    before = {name: pl.read_parquet(data.result_file(name, first)) for name in PER_TRACE_TABLES}
+    assert materialize(data, [first]) == []
+    assert all(before[name].equals(pl.read_parquet(data.result_file(name, first))) for name in PER_TRACE_TABLES)
 
 
 def test_a_frame_that_breaks_its_contract_is_never_written_and_stops_the_rest(data, monkeypatch):
