@@ -341,6 +341,7 @@ class ReplayConfig(dg.Config):
 _REPLAY_DESCRIPTIONS = {
     "replay_run": "Native replays against a pool of files, with memory limited where the machine allows it.",
     "replay_step": "What each step of a native replay read, waited for and left resident.",
+    "replay_reclaim": "What the kernel counted of reclaim, faults and pressure in each step and in the whole pass.",
     "replay_layer": "Measured residency of each layer's accesses, beside the simulated one.",
     "replay_proof": "What each native replay was held against.",
     "pool": "The files that were replayed against.",
@@ -382,7 +383,11 @@ def native_replay(context: dg.AssetExecutionContext, data: DataFolderResource, c
             runs += documents
     except (ValueError, OSError) as error:
         raise dg.Failure(description=str(error), allow_retries=False) from None
-    files = {name: [folder.run_file(name, trace_id, run["run_id"]) for run in runs] for name in REPLAY_TABLES[:4]}
+    files = {
+        name: [folder.run_file(name, trace_id, run["run_id"]) for run in runs]
+        for name in REPLAY_TABLES
+        if "run_id" in TABLES[name].key
+    }
     for name in ("pool", "machine"):
         files[name] = sorted({folder.result_file(name, run[f"{name}_id"]) for run in runs})
     for name, written in files.items():

@@ -152,10 +152,21 @@ class Recording:
         pages: IntArray = of_object[self.walk.objects]
         return pages
 
+    @property
+    def ended_step_ids(self) -> list[int]:
+        """(ended steps,) step_id of each in the trace."""
+        ids = steps_without_warmup(self.trace)[self.step_begin : self.step_begin + self.ended_steps]
+        return [int(step_id) for step_id in ids]
+
+    @cached_property
+    def _counter_number(self) -> dict[str, int]:
+        return {name: number for number, (name, _) in enumerate(self.step_counters)}
+
     def step_text(self, step: int, name: str) -> bytes | None:
-        """Text of a counter file after a step; null if it could not be read."""
-        names = [counter for counter, _ in self.step_counters]
-        number = names.index(name)
+        """Text of a counter file after a step; null if it could not be read, or is none of those read then."""
+        number = self._counter_number.get(name)
+        if number is None:
+            return None
         length = int(self.arrays["counter_length"][step, number])
         if length < 0:
             return None
@@ -403,15 +414,14 @@ def _timed(recording: Recording) -> dict[str, Any]:
 
 def _step_rows(recording: Recording, sizes: IntArray, simulated: npt.NDArray[np.bool_] | None) -> list[dict[str, Any]]:
     walk, arrays = recording.walk, recording.arrays
-    step_ids = steps_without_warmup(recording.trace)[recording.step_begin : recording.step_end]
     rows = []
-    for step in range(recording.ended_steps):
+    for step, step_id in enumerate(recording.ended_step_ids):
         first_event, end_event = recording.step_first_event[step], recording.step_first_event[step + 1]
         chosen = slice(int(walk.first_access[first_event]), int(walk.first_access[end_event]))
         device = recording.step_device_bytes
         rows.append(
             {
-                "step_id": int(step_ids[step]),
+                "step_id": step_id,
                 **_group(recording, chosen, sizes, simulated, recording.stalls_ns[first_event:end_event]),
                 "device_bytes": None if device is None else int(device[step]),
                 "resident_bytes": int(recording.resident_bytes[step]),

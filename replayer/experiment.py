@@ -28,6 +28,7 @@ from replayer.request import Request
 from schemas.columns import (
     DESTINATIONS,
     FADVICES,
+    GROUP_STATS,
     MECHANISMS,
     OBSERVATIONS,
     OWNERS,
@@ -100,6 +101,7 @@ class _Asked(_Model):
     threads: Annotated[int, Field(ge=1, le=256)] = 8
     observe: Literal[OBSERVATIONS] = "every"  # type: ignore[valid-type]
     verify: Literal[VERIFICATIONS] = "edges"  # type: ignore[valid-type]
+    group_stat: Literal[GROUP_STATS] = "pass"  # type: ignore[valid-type]
     cold: bool = False
     steps: Annotated[str, Field(pattern=r"^[0-9]{0,10}:[0-9]{0,10}$")] = ":"
     at_most_steps: Annotated[int, Field(ge=1)] | None = None
@@ -500,6 +502,7 @@ def _part(
         threads=one.threads,
         observe=one.observe,
         verify=one.verify,
+        group_stat=one.group_stat,
         warm_pass=not one.cold,
         steps=_steps(one, min(trace.steps for trace in traces), keeps_all_steps),
         allow_thrash=one.allow_thrash,

@@ -48,6 +48,7 @@ from replayer.owners import (
 )
 from replayer.pool import Pool, UnsuitableStorage, check_against_trace, check_files, check_planned, pool_storages
 from replayer.proofs import Proof, prove, selected_events, verdicts
+from replayer.reclaim import reclaim_rows
 from replayer.request import Request, UnusableReplay, check_request
 from replayer.simulate import UnusableRequest, Window, prepare
 from replayer.trace import Trace
@@ -68,9 +69,13 @@ _POLL_S = 0.2
 _STEP_COUNTERS = (
     ("io", "/proc/self/io", 512),
     ("cgroup", "/proc/self/cgroup", 8192),
-    ("meminfo", "/proc/meminfo", 8192),
+    ("meminfo", "/proc/meminfo", 4096),
+    ("vmstat", "/proc/vmstat", 12288),
+    ("memory_pressure", "/proc/pressure/memory", 256),
+    ("io_pressure", "/proc/pressure/io", 256),
 )
-_RUN_COUNTERS = (("status", "/proc/self/status"), ("vmstat", "/proc/vmstat"), ("cpu", "/proc/stat"))
+_RUN_COUNTERS = (("status", "/proc/self/status"), ("cpu", "/proc/stat"))
+_GROUP_PRESSURES = (("group_memory_pressure", "memory.pressure"), ("group_io_pressure", "io.pressure"))
 _THREAD_IO_BYTES = 512
 _MACHINE_LOCK = "\0expert-tier-replay"
 _RESIDENCY = {"cachestat": loop.RESIDENCY_CACHESTAT, "mincore": loop.RESIDENCY_MINCORE}
@@ -89,6 +94,7 @@ class Run:
 
     run: dict[str, Any]
     steps: list[dict[str, Any]]
+    reclaim: list[dict[str, Any]]
     layers: list[dict[str, Any]]
     proofs: list[dict[str, Any]]
     pool: dict[str, Any]
@@ -294,10 +300,11 @@ class _Tenant:
         if any(found is not None for found in recording.pool_files_after):
             recording.machine_after = machine_row(pool_storages(recording.pool)[0])
         counted, steps, layers = account(recording)
+        reclaim = reclaim_rows(recording, counted["device_bytes"])
         proofs = prove(recording, counted)
         accesses = access_columns(recording) if keeps_accesses else None
         run_id = f"{self.started_at:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
-        rows = _rows(recording, run_id, self.started_at, repeat, counted, steps, layers, proofs)
+        rows = _rows(recording, run_id, self.started_at, repeat, counted, steps, reclaim, layers, proofs)
         return dataclasses.replace(rows, accesses=accesses)
 
 
@@ -326,7 +333,9 @@ def _plan(trace: Trace, pool: Pool, request: Request) -> Recording:
     if request.mechanism == "balloon":
         own += [("balloon_status", 8192), ("balloon_stat", 1024)]
     if request.mechanism == "cgroup" or request.outer_group_bytes is not None:
-        own += [("limit", 64), ("usage", 64)]
+        own += [("limit", 64), ("usage", 64), *((name, 256) for name, _ in _GROUP_PRESSURES)]
+        if request.group_stat == "step":
+            own.append(("memory_stat", 8192))
     choice = choose(resolved, request)
     miss_path = request.miss_path or default_miss_path(request.owner)
     return Recording(
@@ -721,8 +730,10 @@ def _counter_files(
         paths |= {"balloon_status": str(balloon.status_file), "balloon_stat": str(balloon.stat_file)}
     run_counters = [list(pair) for pair in _RUN_COUNTERS]
     if group is not None:
-        paths |= {"limit": str(group.limit_file), "usage": str(group.usage_file)}
-        run_counters.append(["memory_stat", str(group.stat_file)])
+        paths |= {"limit": str(group.limit_file), "usage": str(group.usage_file), "memory_stat": str(group.stat_file)}
+        paths |= {name: str(group.folder / file) for name, file in _GROUP_PRESSURES}
+        if recording.request.group_stat == "pass":
+            run_counters.append(["memory_stat", str(group.stat_file)])
     stat_files = [storage.block_stat_file for storage in storages]
     # Of one device more than is counted, what others read could not be told.
     if all(stat_files):
@@ -925,6 +936,7 @@ def _rows(
     repeat: int,
     counted: dict[str, Any],
     steps: list[dict[str, Any]],
+    reclaim: list[dict[str, Any]],
     layers: list[dict[str, Any]],
     proofs: list[Proof],
 ) -> Run:
@@ -948,6 +960,7 @@ def _rows(
         )},
         **_choices(recording),
         **_company(recording),
+        "group_stat": None if recording.limits.group_path is None else request.group_stat,
         "capacity_bytes": recording.capacity_bytes,
         "arena_bytes": recording.arena_bytes,
         "preload_bytes": None if recording.holding is None else recording.holding.preload_bytes,
@@ -969,6 +982,7 @@ def _rows(
     return Run(
         run=run,
         steps=[{"run_id": run_id, **row} for row in steps],
+        reclaim=[{"run_id": run_id, **row} for row in reclaim],
         layers=[{"run_id": run_id, **row} for row in layers],
         proofs=[{"run_id": run_id, **dataclasses.asdict(proof)} for proof in proofs],
         pool=pool_row(pool),

@@ -14,10 +14,21 @@ from replayer.capacity import remove_leftovers
 from replayer.command import Parser, byte_size, count, steps
 from replayer.pool import read_pool
 from replayer.quantities import format_bytes
+from replayer.reclaim import SCAN_PER_STEAL_FLAG
 from replayer.replay import Run, replay
 from replayer.request import Request, UnusableReplay
 from replayer.trace import read_trace
-from schemas.columns import DESTINATIONS, FADVICES, MECHANISMS, OBSERVATIONS, OWNERS, POLICIES, READ_PATHS, SCOPES
+from schemas.columns import (
+    DESTINATIONS,
+    FADVICES,
+    GROUP_STATS,
+    MECHANISMS,
+    OBSERVATIONS,
+    OWNERS,
+    POLICIES,
+    READ_PATHS,
+    SCOPES,
+)
 from schemas.files import DataFolder, publish
 from schemas.tables import FILE_TABLES, TABLES
 
@@ -46,7 +57,7 @@ _MAX_THREADS = 256
 _OF_A_RUN = (
     "owner", "policy", "scope", "fit", "arena_fraction", "admit", "miss_path", "seed", "mechanism", "capacity", "wall",
     "headroom", "machine_bytes", "allow_thrash", "allow_unsuitable", "fadvise", "device", "threads", "steps", "cold",
-    "observe", "accesses", "verify",
+    "observe", "accesses", "verify", "group_stat",
 )  # fmt: skip
 """Options that an experiment's file says for each condition."""
 _MAX_REPEAT = 10_000
@@ -123,6 +134,13 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         action="store_true",
         help="also write the table replay_access: what each access found resident (with --observe every and --data)",
     )
+    command.add_argument(
+        "--group-stat",
+        choices=GROUP_STATS,
+        default="pass",
+        help="read the group's memory.stat around each pass (default), or after each step too: that gives reclaim by "
+        "step, and brings the statistics up to date by which the kernel reclaims, so it is another condition",
+    )
     command.add_argument("--verify", action="store_true", help="check all content read, not first and last pages only")
     command.add_argument(
         "--repeat", type=count, metavar="N", help="run so many times (default 1, or what an experiment says)"
@@ -188,6 +206,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         threads=arguments.threads,
         observe=arguments.observe,
         verify="all" if arguments.verify else "edges",
+        group_stat=arguments.group_stat,
         warm_pass=not arguments.cold,
         steps=arguments.steps,
         allow_thrash=arguments.allow_thrash,
@@ -217,7 +236,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         )
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr)
-        documents.append({**result.run, "proofs": result.proofs})
+        documents.append({**result.run, "reclaim": next(iter(result.reclaim), None), "proofs": result.proofs})
         if data is not None:
             try:
                 write_run(data, result)
@@ -255,6 +274,7 @@ def write_run(data: DataFolder, result: Run) -> None:
         ("pool", result.pool["pool_id"], "part", [result.pool]),
         ("machine", result.machine["machine_id"], "part", [result.machine]),
         ("replay_step", trace_id, run_id, result.steps),
+        ("replay_reclaim", trace_id, run_id, result.reclaim),
         ("replay_layer", trace_id, run_id, result.layers),
         ("replay_proof", trace_id, run_id, result.proofs),
         ("replay_run", trace_id, run_id, [result.run]),
@@ -295,6 +315,8 @@ def _print_run(result: Run) -> None:
         print(
             f"  stall of an event: median {run['stall_median_ns'] / 1e6:.2f} ms, p99 {run['stall_p99_ns'] / 1e6:.2f} ms"
         )
+    for row in result.reclaim[:1]:
+        _print_reclaim(row)
     if run["arena_hits"] is not None:
         print(f"  served from locked memory: {run['arena_hits']:,} of {run['accesses']:,} accesses")
     if run["files_stay_open"] is False:
@@ -306,6 +328,18 @@ def _print_run(result: Run) -> None:
     for proof in result.proofs:
         if proof["held"] is None:
             print(f"    not made: {proof['name']} ({proof['found']})")
+
+
+def _print_reclaim(row: dict[str, Any]) -> None:
+    """What the whole pass had reclaimed: of the run's group where it counts that, else of all the machine's files."""
+    counted = [
+        (whose, row[f"{prefix}_scan_pages"], row[f"{prefix}_steal_pages"], row[f"{prefix}_scan_per_steal"])
+        for whose, prefix in (("the group", "group"), ("all files of the machine", "machine_file"))
+        if row[f"{prefix}_scan_pages"] is not None
+    ]
+    for whose, scanned, stolen, ratio in counted[:1]:
+        told = "" if ratio is None else f", {ratio:.2f} a page{' (above 2)' if ratio > SCAN_PER_STEAL_FLAG else ''}"
+        print(f"  reclaim of {whose}: {scanned:,} pages scanned for {stolen:,} reclaimed{told}")
 
 
 def _verdict(run: dict[str, Any], kind: str) -> str:

@@ -18,7 +18,8 @@ class Request:
     and headroom leave is the capacity. steps is half-open, counted without warm-up steps. What owners take: arena,
     hybrid and page_cache_admission a miss_path (`schemas.columns.READ_PATHS`); hybrid the arena_fraction of the
     capacity; arena and hybrid a scope and the fit of their table; user_cache a policy, its scope, and fit where it is
-    pinned; page_cache_admission admit, as `simulate.Choices`.
+    pinned; page_cache_admission admit, as `simulate.Choices`. group_stat: of `schemas.columns.GROUP_STATS`; after each
+    step only where the reader is in a group of its own.
     """
 
     owner: str = "page_cache"
@@ -39,6 +40,7 @@ class Request:
     threads: int = 8
     observe: str = "every"
     verify: str = "edges"
+    group_stat: str = "pass"
     warm_pass: bool = True
     steps: tuple[int | None, int | None] = (None, None)
     allow_thrash: bool = False
@@ -98,6 +100,10 @@ def check_request(request: Request) -> None:
     if request.outer_group_bytes is not None and request.mechanism != "balloon":
         raise UnusableReplay(
             f"--machine-bytes with mechanism {request.mechanism}, wanted balloon: that group would limit the reader too"
+        )
+    if request.group_stat == "step" and request.mechanism != "cgroup" and request.outer_group_bytes is None:
+        raise UnusableReplay(
+            f"--group-stat step with mechanism {request.mechanism}, which puts the reader in no group; leave it out"
         )
     if owner == "page_cache_mmap" and request.fadvise == "noreuse":
         raise UnusableReplay("--fadvise noreuse is advice on reads; choose another with owner page_cache_mmap")

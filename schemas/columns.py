@@ -51,6 +51,7 @@ DESTINATIONS = ("cpu", "cuda", "none")
 FADVICES = ("random", "normal", "sequential", "noreuse", "willneed")
 OBSERVATIONS = ("none", "sample", "every")
 VERIFICATIONS = ("edges", "all")
+GROUP_STATS = ("pass", "step")
 RUN_STATUSES = ("complete", "interrupted", "failed", "killed")
 POOL_LAYOUTS = ("per_expert", "per_layer", "stacked", "mapped")
 SPOILS = ("bytes", "time")
@@ -409,6 +410,13 @@ _DEFINITIONS = [
         "-Hn), so that each access opened and closed its own, within its time",
     ),
     Column("verify", pl.String, "content checked of each access: first and last page, or all", values=VERIFICATIONS),
+    Column(
+        "group_stat",
+        pl.String,
+        "when memory.stat of the run's group was read: around each pass, or after each step too, which brings the "
+        "statistics up to date that the kernel balances its lists by, so it is another condition; null without a group",
+        values=GROUP_STATS,
+    ),
     Column("repeat", pl.Int64, "which repetition within one call, from 0", minimum=0),
     _count("headroom_bytes", "memory allowed beyond capacity and own memory", "byte"),
     _count(
@@ -513,6 +521,172 @@ _DEFINITIONS = [
         "simulated_hits", "accesses a simulated LRU of resident_median_bytes (global, event-atomic, same passes) hits"
     ),
     _count("simulated_misses", "accesses it misses"),
+    # reclaim: growth over the step, or over the measured pass; a counter that went back is null
+    _count(
+        "group_kswapd_scan_pages",
+        "pages of the run's group that kswapd looked at to reclaim them (pgscan_kswapd of memory.stat, v2 since 5.19); "
+        "null under cgroup v1, which counts none. Reclaim at the group's own limit is never kswapd's",
+        "page",
+    ),
+    _count(
+        "group_direct_scan_pages",
+        "pages of the group that processes in want of memory looked at, at the group's limit or the machine's "
+        "(pgscan_direct of memory.stat); null as above",
+        "page",
+    ),
+    _count(
+        "group_scan_pages",
+        "pages of the group that anybody looked at to reclaim them, reclaim that was asked for included (pgscan of "
+        "memory.stat, or its parts); null under v1. A page looked at twice counts twice; under MGLRU, what is found "
+        "young while generations age is not counted",
+        "page",
+    ),
+    _count("group_kswapd_steal_pages", "of group_kswapd_scan_pages, those reclaimed (pgsteal_kswapd)", "page"),
+    _count("group_direct_steal_pages", "of group_direct_scan_pages, those reclaimed (pgsteal_direct)", "page"),
+    _count("group_steal_pages", "of group_scan_pages, those reclaimed (pgsteal of memory.stat, or its parts)", "page"),
+    _ratio(
+        "group_scan_per_steal",
+        "group_scan_pages",
+        "group_steal_pages",
+        "pages looked at per page reclaimed, in the group; the study found more than 2 wherever reclaim amplified",
+        may_exceed_one=True,
+    ),
+    _count(
+        "group_refault_bytes",
+        "file pages of the group read again after they were reclaimed (workingset_refault_file of memory.stat × page "
+        "size); misses pages whose eviction the kernel has forgotten, and those dropped by advice",
+        "byte",
+    ),
+    _ratio(
+        "group_refault_per_device_byte",
+        "group_refault_bytes",
+        "device_bytes",
+        "refault share: bytes read again per byte the demand threads read; above 1 where other files are refaulted too",
+        may_exceed_one=True,
+    ),
+    _count(
+        "group_refault_activated_pages",
+        "refaults that came back within the active list's length and entered it at once (workingset_activate_file); "
+        "null under cgroup v1 of recent kernels",
+        "page",
+    ),
+    _count(
+        "group_activated_pages",
+        "pages of the group moved to the active list (pgactivate of memory.stat, v2 only); MGLRU, which has no such "
+        "list, counts them differently by version",
+        "page",
+    ),
+    _count("group_minor_faults", "page faults of the group served from memory (pgfault − pgmajfault of memory.stat)"),
+    _count(
+        "group_major_faults",
+        "page faults of the group that waited for a device (pgmajfault): misses of mapped pools and own code, never of "
+        "pread",
+    ),
+    _count(
+        "group_cached_bytes",
+        "page cache charged to the group, every file's and shared memory included (file or total_cache of "
+        "memory.stat); at the end of the step, of a pass at its begin",
+        "byte",
+    ),
+    _count(
+        "group_unevictable_bytes",
+        "memory of the group that cannot be reclaimed, locked above all (unevictable of memory.stat); taken as above",
+        "byte",
+    ),
+    _count("group_limit_bytes", "limit of the run's group, read back; null without a group; taken as above", "byte"),
+    _ratio(
+        "group_locked_share",
+        "group_unevictable_bytes",
+        "group_limit_bytes",
+        "share of the group's limit that is locked: the study's locked share where a group stands for the machine",
+    ),
+    _count(
+        "group_memory_some_ns",
+        "time in which some process of the group waited for memory (memory.pressure, v2); null under v1",
+        "ns",
+    ),
+    _count("group_memory_full_ns", "time in which all of its running processes did", "ns"),
+    _count("group_io_some_ns", "time in which some process of the group waited for a device (io.pressure, v2)", "ns"),
+    _count("group_io_full_ns", "time in which all of its running processes did", "ns"),
+    _count(
+        "machine_kswapd_scan_pages",
+        "pages that kswapd looked at to reclaim them (pgscan_kswapd of /proc/vmstat): the whole machine, everybody's",
+        "page",
+    ),
+    _count(
+        "machine_direct_scan_pages",
+        "pages that processes looked at when the machine was short of memory (pgscan_direct of /proc/vmstat); shows "
+        "nothing of reclaim at a group's limit",
+        "page",
+    ),
+    _count(
+        "machine_scan_pages",
+        "pages looked at to reclaim memory of the machine (pgscan_kswapd + direct + khugepaged + proactive of "
+        "/proc/vmstat); shows nothing of reclaim at a group's limit",
+        "page",
+    ),
+    _count("machine_kswapd_steal_pages", "of machine_kswapd_scan_pages, those reclaimed (pgsteal_kswapd)", "page"),
+    _count("machine_direct_steal_pages", "of machine_direct_scan_pages, those reclaimed (pgsteal_direct)", "page"),
+    _count("machine_steal_pages", "of machine_scan_pages, those reclaimed", "page"),
+    _ratio(
+        "machine_scan_per_steal",
+        "machine_scan_pages",
+        "machine_steal_pages",
+        "pages looked at per page reclaimed for want of memory of the machine",
+        may_exceed_one=True,
+    ),
+    _count(
+        "machine_file_scan_pages",
+        "file pages that any reclaim looked at, inside groups as well, whosever they are (pgscan_file of /proc/vmstat, "
+        "Linux 5.8): what a cgroup v1 shows nowhere else",
+        "page",
+    ),
+    _count("machine_file_steal_pages", "of those, reclaimed (pgsteal_file of /proc/vmstat)", "page"),
+    _ratio(
+        "machine_file_scan_per_steal",
+        "machine_file_scan_pages",
+        "machine_file_steal_pages",
+        "file pages looked at per file page reclaimed, by everybody and in every group",
+        may_exceed_one=True,
+    ),
+    _count(
+        "machine_refault_bytes",
+        "file pages read again after they were reclaimed (workingset_refault_file of /proc/vmstat × page size): "
+        "everybody's, inside groups as well",
+        "byte",
+    ),
+    _ratio(
+        "machine_refault_per_device_byte",
+        "machine_refault_bytes",
+        "device_bytes",
+        "bytes that anybody read again per byte the demand threads read",
+        may_exceed_one=True,
+    ),
+    _count("machine_refault_activated_pages", "refaults that entered the active list at once, everybody's", "page"),
+    _count(
+        "machine_activated_pages", "pages moved to the active list, everybody's (pgactivate of /proc/vmstat)", "page"
+    ),
+    _count("machine_minor_faults", "page faults served from memory, everybody's (pgfault − pgmajfault)"),
+    _count("machine_major_faults", "page faults that waited for a device, everybody's (pgmajfault of /proc/vmstat)"),
+    _count("machine_free_bytes", "MemFree of /proc/meminfo; at the end of the step, of a pass at its begin", "byte"),
+    _count("machine_available_bytes", "MemAvailable, the kernel's estimate; taken as above", "byte"),
+    _count("machine_cached_bytes", "Cached: page cache of all files, shared memory included; taken as above", "byte"),
+    _count("machine_locked_bytes", "Mlocked; lags by a few pages per processor; taken as above", "byte"),
+    _count("machine_unevictable_bytes", "Unevictable: locked and other memory that stays; taken as above", "byte"),
+    _ratio(
+        "machine_locked_share",
+        "machine_locked_bytes",
+        "memory_bytes",
+        "share of the machine's memory that is locked: where the study saw MGLRU amplify it was 81 %",
+    ),
+    _count(
+        "machine_memory_some_ns",
+        "time in which some process of the machine waited for memory (/proc/pressure/memory); null without PSI",
+        "ns",
+    ),
+    _count("machine_memory_full_ns", "time in which all running processes did", "ns"),
+    _count("machine_io_some_ns", "time in which some process waited for a device (/proc/pressure/io)", "ns"),
+    _count("machine_io_full_ns", "time in which all running processes did", "ns"),
     # experiments
     Column(
         "experiment_id",
@@ -621,7 +795,7 @@ _DEFINITIONS = [
     Column("architecture", pl.String, "machine architecture as the kernel names it"),
     Column("cpu_model", pl.String, "processor as the kernel names it; null if it does not"),
     _count("cpus", "processors this process may use"),
-    _count("memory_bytes", "MemTotal of /proc/meminfo", "byte"),
+    _count("memory_bytes", "MemTotal of /proc/meminfo: what the kernel manages", "byte"),
     _count("page_bytes", "size of a page", "byte"),
     Column("kernel_release", pl.String, "release of the kernel"),
     _count("swap_bytes", "SwapTotal of /proc/meminfo", "byte"),

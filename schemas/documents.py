@@ -225,7 +225,10 @@ class SweepSummary(_Document):
 
 
 class ReplayedRun(_Document):
-    """`replayer replay --json`, and an element of its list under `--repeat`: a row of replay_run, and its proofs."""
+    """`replayer replay --json`, and an element of its list under `--repeat`: a row of replay_run, and its proofs.
+
+    `reclaim` is null where the run ended before its measured pass.
+    """
 
     class Proof(_Document):
         """A row of replay_proof; `held` is null if the proof could not be made."""
@@ -237,6 +240,61 @@ class ReplayedRun(_Document):
         found: str
         tolerance: str
         held: bool | None
+
+    class Reclaim(_Document):
+        """The row of replay_reclaim of the whole measured pass."""
+
+        run_id: str
+        step_id: int | None
+        device_bytes: int | None
+        group_kswapd_scan_pages: int | None
+        group_direct_scan_pages: int | None
+        group_scan_pages: int | None
+        group_kswapd_steal_pages: int | None
+        group_direct_steal_pages: int | None
+        group_steal_pages: int | None
+        group_scan_per_steal: float | None
+        group_refault_bytes: int | None
+        group_refault_per_device_byte: float | None
+        group_refault_activated_pages: int | None
+        group_activated_pages: int | None
+        group_minor_faults: int | None
+        group_major_faults: int | None
+        group_cached_bytes: int | None
+        group_unevictable_bytes: int | None
+        group_limit_bytes: int | None
+        group_locked_share: float | None
+        group_memory_some_ns: int | None
+        group_memory_full_ns: int | None
+        group_io_some_ns: int | None
+        group_io_full_ns: int | None
+        machine_kswapd_scan_pages: int | None
+        machine_direct_scan_pages: int | None
+        machine_scan_pages: int | None
+        machine_kswapd_steal_pages: int | None
+        machine_direct_steal_pages: int | None
+        machine_steal_pages: int | None
+        machine_scan_per_steal: float | None
+        machine_file_scan_pages: int | None
+        machine_file_steal_pages: int | None
+        machine_file_scan_per_steal: float | None
+        machine_refault_bytes: int | None
+        machine_refault_per_device_byte: float | None
+        machine_refault_activated_pages: int | None
+        machine_activated_pages: int | None
+        machine_minor_faults: int | None
+        machine_major_faults: int | None
+        machine_free_bytes: int | None
+        machine_available_bytes: int | None
+        machine_cached_bytes: int | None
+        machine_locked_bytes: int | None
+        machine_unevictable_bytes: int | None
+        memory_bytes: int | None
+        machine_locked_share: float | None
+        machine_memory_some_ns: int | None
+        machine_memory_full_ns: int | None
+        machine_io_some_ns: int | None
+        machine_io_full_ns: int | None
 
     run_id: str
     started_at: str
@@ -293,6 +351,7 @@ class ReplayedRun(_Document):
     residency_counter: Literal["cachestat", "mincore"] | None
     files_stay_open: bool | None
     verify: Literal["edges", "all"]
+    group_stat: Literal["pass", "step"] | None
     repeat: int
     together_id: str | None
     tenant_number: int | None
@@ -357,6 +416,7 @@ class ReplayedRun(_Document):
     cpu_ns: int | None
     consumed_digest: str | None
     checked_bytes: int | None
+    reclaim: Reclaim | None
     proofs: list[Proof]
 
 

@@ -67,6 +67,21 @@ _HIT_RATE_NULLABLE = frozenset({
     "events_above_capacity", "hit_rate_low", "hit_rate_high", "block_steps", "shuffled_accesses", "shuffled_hits",
     "reference_policy", "over_reference", "over_reference_low", "over_reference_high",
 })  # fmt: skip
+_RECLAIM = (
+    "group_kswapd_scan_pages", "group_direct_scan_pages", "group_scan_pages", "group_kswapd_steal_pages",
+    "group_direct_steal_pages", "group_steal_pages", "group_scan_per_steal", "group_refault_bytes",
+    "group_refault_per_device_byte", "group_refault_activated_pages", "group_activated_pages", "group_minor_faults",
+    "group_major_faults", "group_cached_bytes", "group_unevictable_bytes", "group_limit_bytes", "group_locked_share",
+    "group_memory_some_ns", "group_memory_full_ns", "group_io_some_ns", "group_io_full_ns",
+    "machine_kswapd_scan_pages", "machine_direct_scan_pages", "machine_scan_pages", "machine_kswapd_steal_pages",
+    "machine_direct_steal_pages", "machine_steal_pages", "machine_scan_per_steal", "machine_file_scan_pages",
+    "machine_file_steal_pages", "machine_file_scan_per_steal", "machine_refault_bytes",
+    "machine_refault_per_device_byte", "machine_refault_activated_pages", "machine_activated_pages",
+    "machine_minor_faults", "machine_major_faults",
+    "machine_free_bytes", "machine_available_bytes", "machine_cached_bytes", "machine_locked_bytes",
+    "machine_unevictable_bytes", "memory_bytes", "machine_locked_share", "machine_memory_some_ns",
+    "machine_memory_full_ns", "machine_io_some_ns", "machine_io_full_ns",
+)  # fmt: skip
 
 _TABLES = [
     Table(
@@ -188,7 +203,8 @@ _TABLES = [
             "started_at", "condition_hash", "trace_id", "pool_id", "machine_id", "replayer_version", "status",
             "failure", "bytes_valid", "bytes_reasons", "time_valid", "time_reasons", "thrash", "owner", "policy",
             "scope", "fit", "admission", "seed", "arena_fraction", "miss_path", "mechanism", "mechanism_detail",
-            "fadvise", "destination", "threads", "observe", "residency_counter", "files_stay_open", "verify", "repeat",
+            "fadvise", "destination", "threads", "observe", "residency_counter", "files_stay_open", "verify",
+            "group_stat", "repeat",
             "together_id", "tenant_number", "tenants", "shares_wall", "step_begin", "step_end", "access_order",
             "warm_pass", "capacity_bytes", "headroom_bytes", "own_anonymous_bytes", "own_kernel_bytes", "wall_bytes",
             "enforced_bytes", "balloon_bytes", "outer_group_bytes", "arena_bytes", "preload_bytes", "preload_ns",
@@ -212,7 +228,7 @@ _TABLES = [
             "own_fault_bytes", "overshoot_bytes", "raced_pages", "neighbor_bytes", "nominal_miss_bytes",
             "resident_miss_bytes", "interval_ns", "wall_ns", "check_ns", "step_median_ns", "stall_ns",
             "stall_median_ns", "stall_p99_ns", "observe_ns", "verify_ns", "cpu_ns", "consumed_digest", "checked_bytes",
-            "together_id", "overlap_ns", "tenant_number", "tenants", "shares_wall",
+            "together_id", "overlap_ns", "tenant_number", "tenants", "shares_wall", "group_stat",
         }),
         sums=(("observed_accesses", ("native_hits", "native_partial_hits", "native_misses")),),
     ),
@@ -230,6 +246,13 @@ _TABLES = [
             ("observed_accesses", ("native_hits", "native_partial_hits", "native_misses")),
             ("accesses", ("simulated_hits", "simulated_misses")),
         ),
+    ),
+    Table(
+        name="replay_reclaim",
+        grain="One row per native replay and measured step that ended, and one (step_id null) for the whole pass.",
+        key=("run_id", "step_id"),
+        measures=("device_bytes", *_RECLAIM),
+        nullable=frozenset({"step_id", "device_bytes", *_RECLAIM}),
     ),
     Table(
         name="replay_layer",
@@ -332,7 +355,7 @@ FILE_TABLES: dict[str, Table] = {
 }
 """Tables that stay Parquet files: a row per access is too much for the warehouse."""
 
-REPLAY_TABLES = ("replay_run", "replay_step", "replay_layer", "replay_proof", "pool", "machine")
+REPLAY_TABLES = ("replay_run", "replay_step", "replay_reclaim", "replay_layer", "replay_proof", "pool", "machine")
 """What a native replay writes, the row that makes a run exist among them."""
 
 EXPERIMENT_TABLES = ("experiment", "experiment_run", "experiment_condition", "experiment_effect")
