@@ -16,6 +16,7 @@ from replayer import counters
 from replayer.caches import Caches, Events
 from replayer.holdings import Choice, Holding
 from replayer.loop import DIRECT, HELD
+from replayer.nodes import Nodes
 from replayer.owners import ReadPlan, holds_memory, reads_directly
 from replayer.pool import Pool
 from replayer.recency import lru, lru_state
@@ -41,7 +42,7 @@ _MEASURED = (
 class Limits:
     """How memory was limited. Null: there was no such limit. See the columns of the same names.
 
-    others_bytes: own memory of other replays in the same wall.
+    others_bytes: own memory of other replays in the same wall. memory_bytes: MemTotal of a machine that is the limit.
     """
 
     detail: str | None = None
@@ -54,6 +55,8 @@ class Limits:
     limit_bytes: int | None = None
     group_path: str | None = None
     others_bytes: int = 0
+    memory_bytes: int | None = None
+    offline_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Recording:
     arrays: Mapping[str, npt.NDArray[Any]]
     step_counters: list[tuple[str, int]]
     residency_counter: str
+    nodes: Nodes
     status: str = "complete"
     failure: str | None = None
     measured: bool = False

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,9 @@ _MAX_FOLDERS = 50_000
 _UNLIMITED_BYTES = 2**62
 _CAP_IPC_LOCK = 14
 _PR_SET_PDEATHSIG = 1
+_MPOL_BIND = 2
+# Numbers of set_mempolicy(2): there is no wrapper in the C library.
+_SET_MEMPOLICY_SYSCALL = {"x86_64": 238, "aarch64": 237}
 
 
 class NotEnforceable(RuntimeError):
@@ -676,6 +679,32 @@ def die_with_parent(parent_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def bind_memory(nodes: Sequence[int]) -> None:
+    """Has this thread, and what it starts from then on, take memory from these nodes alone; from any if empty.
+
+    Page cache that it brings in comes from there as well; what lies in memory already stays where it is.
+
+    Raises:
+        NotEnforceable: the kernel refuses, or its number of the call is not known here.
+    """
+    if not nodes:
+        return
+    number = _SET_MEMPOLICY_SYSCALL.get(os.uname().machine)
+    remedy = "let accelerators' memory count: --accelerator-memory"
+    if number is None:
+        raise NotEnforceable(f"no call is known here that binds memory to nodes on {os.uname().machine}", remedy)
+    words = [0] * (max(nodes) // 64 + 1)
+    for node in nodes:
+        words[node // 64] |= 1 << node % 64
+    mask = (ctypes.c_uint64 * len(words))(*words)
+    libc = ctypes.CDLL(None, use_errno=True)
+    # The kernel takes one bit less than it is told of.
+    bits = ctypes.c_ulong(64 * len(words) + 1)
+    if libc.syscall(ctypes.c_long(number), ctypes.c_long(_MPOL_BIND), mask, bits) != 0:
+        listed = ", ".join(map(str, nodes))
+        raise NotEnforceable(f"memory cannot be bound to nodes {listed} ({os.strerror(ctypes.get_errno())})", remedy)
+
+
 def _start_time_ticks(pid: int) -> int | None:
     """None if there is no such process, or it is dead and only waited for."""
     try:
@@ -707,10 +736,19 @@ class Balloon:
         self.machine_locked_bytes: int | None = None
 
     @classmethod
-    def inflate(cls, size_bytes: int, group: Group | None = None, timeout_s: float | None = None) -> "Balloon":
+    def inflate(
+        cls,
+        size_bytes: int,
+        group: Group | None = None,
+        timeout_s: float | None = None,
+        *,
+        nodes: Sequence[int] = (),
+        left_out_bytes: int = 0,
+    ) -> "Balloon":
         """Starts a balloon of `size_bytes`, rounded up to pages, and returns once all of it is locked.
 
         `group`: the child lives there and its memory is charged there. By default it may take 30 s and 1 s per 64 MiB.
+        `nodes`: memory nodes to take it from, any if empty; `left_out_bytes`: what MemAvailable counts of the others.
         Call from the main thread.
 
         Raises:
@@ -720,11 +758,12 @@ class Balloon:
         if size_bytes <= 0:
             raise ValueError(f"balloon of {size_bytes} bytes, wanted more than 0")
         size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-        _refuse_too_large(size_bytes, group)
+        _refuse_too_large(size_bytes, group, left_out_bytes)
         if timeout_s is None:
             timeout_s = _PATIENCE_S + size_bytes / _SLOWEST_BYTES_PER_S
         # By path and isolated: starts faster, and no module beside this file or in the current folder gets in the way.
         command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(size_bytes), str(os.getpid())]
+        command += [str(node) for node in nodes]
         # A group of its own, so that Ctrl-C at the terminal ends the run first and the balloon after it.
         process = launch_in(
             group,
@@ -840,8 +879,10 @@ def machine_locked_bytes(meminfo_text: bytes) -> int | None:
     return _kilobytes(meminfo_text, "Mlocked")
 
 
-def _refuse_too_large(size_bytes: int, group: Group | None) -> None:
+def _refuse_too_large(size_bytes: int, group: Group | None, left_out_bytes: int) -> None:
     available_bytes = _kilobytes(Path("/proc/meminfo").read_bytes(), "MemAvailable")
+    if available_bytes is not None:
+        available_bytes -= left_out_bytes
     if available_bytes is None or available_bytes - size_bytes < MACHINE_RESERVE_BYTES:
         raise NotEnforceable(
             f"balloon of {size_bytes:,} bytes: the machine has {available_bytes:,} bytes available and keeps "
@@ -922,9 +963,13 @@ def _write(file: Path, text: str) -> None:
         os.close(descriptor)
 
 
-def _hold(size_bytes: int, parent_pid: int) -> str | None:
+def _hold(size_bytes: int, parent_pid: int, nodes: Sequence[int]) -> str | None:
     """Locks `size_bytes` until the parent dies or closes our standard input; what went wrong, for `_await_ready`."""
     die_with_parent(parent_pid)
+    try:
+        bind_memory(nodes)
+    except NotEnforceable as refusal:
+        return f"error\t{refusal.reason}\t{refusal.remedy}"
     try:
         region = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -963,8 +1008,8 @@ def _lock_error(number: int, locked_bytes: int) -> str:
 
 
 def main() -> int:
-    """The balloon's own process: `capacity.py BYTES PARENT_PID`."""
-    problem = _hold(int(sys.argv[1]), int(sys.argv[2]))
+    """The balloon's own process: `capacity.py BYTES PARENT_PID [NODE…]`."""
+    problem = _hold(int(sys.argv[1]), int(sys.argv[2]), [int(node) for node in sys.argv[3:]])
     if problem is None:
         return 0
     print(problem)

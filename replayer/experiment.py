@@ -105,6 +105,7 @@ class _Asked(_Model):
     cold: bool = False
     steps: Annotated[str, Field(pattern=r"^[0-9]{0,10}:[0-9]{0,10}$")] = ":"
     at_most_steps: Annotated[int, Field(ge=1)] | None = None
+    accelerator_memory: bool = False
     allow_thrash: bool = False
     allow_unsuitable: bool = False
 
@@ -503,6 +504,7 @@ def _part(
         observe=one.observe,
         verify=one.verify,
         group_stat=one.group_stat,
+        accelerator_memory=one.accelerator_memory,
         warm_pass=not one.cold,
         steps=_steps(one, min(trace.steps for trace in traces), keeps_all_steps),
         allow_thrash=one.allow_thrash,

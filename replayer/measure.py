@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from replayer import loop
 from replayer.arena import Arena
-from replayer.capacity import die_with_parent, raise_own_oom_score
+from replayer.capacity import bind_memory, die_with_parent, raise_own_oom_score
 from replayer.device import Locked, NoAccelerator, NotLockable, Region, allocate, lock
 from replayer.owners import ReadPathRefused, advice_of, map_files, open_files
 
@@ -318,6 +318,7 @@ def main() -> int:
     """The measuring process from its first line of instructions to its last report; returns the exit code."""
     spec = json.loads(sys.stdin.readline())
     die_with_parent(int(spec["parent_pid"]))
+    bind_memory(spec["memory_nodes"])
     if spec["first_to_die"]:
         raise_own_oom_score()
     arena = Arena.attach(int(spec["arena_descriptor"]), spec["layout"])

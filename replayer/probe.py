@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replayer import machine
+from replayer.boot import boot_limit
 from replayer.capacity import MemoryController, NotEnforceable, find_memory_controller
 from replayer.counters import (
     PAGE_BYTES,
@@ -40,6 +41,7 @@ from replayer.counters import (
 )
 from replayer.device import allocate
 from replayer.machine import Storage, direct_io_alignment, storage_of
+from replayer.nodes import memory_nodes
 from replayer.quantities import format_bytes
 
 MAX_BANDWIDTH_BYTES = 2 << 30
@@ -139,13 +141,14 @@ def _memory_limits() -> Iterator[Capability]:
             found, remedy = f"groups can be made below {controller.parent}", None
         yield Capability(group, f"cgroup v{version} memory", available, found, remedy)
     yield _balloon(group)
-    size = next((word for word in _words("/proc/cmdline") if word.startswith("mem=")), None)
+    size = boot_limit(" ".join(_words("/proc/cmdline")))
     if size is not None:
-        yield Capability(group, "boot limit", True, f"booted with {size}; replay with --mechanism none")
+        yield Capability(group, "boot limit", True, f"booted with {size}; replay with --mechanism boot")
     else:
-        found = "the kernel's command line has no mem=, and the replayer boots nothing"
-        yield Capability(group, "boot limit", False, found, "boot with mem=SIZE, then replay with --mechanism none")
+        found = "the kernel's command line has no mem=, and the replayer boots nothing; a small machine may be one"
+        yield Capability(group, "boot limit", False, found, "boot with mem=SIZE, then replay with --mechanism boot")
     yield _memory_offline(group)
+    yield from _memory_nodes()
 
 
 def _memory_controller(
@@ -167,6 +170,15 @@ def _memory_controller(
     if points:
         return f"mounted at {points[0]}, but the other version holds the memory controller", None
     return "not mounted", refusal.remedy if refusal is not None else None
+
+
+def _memory_nodes() -> Iterator[Capability]:
+    """One answer where the machine has memory without processors, which a replay leaves out."""
+    nodes = memory_nodes()
+    if nodes.left_out:
+        listed = ", ".join(str(node.node_id) for node in nodes.left_out)
+        found = f"nodes {listed} have no processors (an accelerator's memory): neither counted nor used"
+        yield Capability("memory limit", "accelerator memory", False, found, "replay with --accelerator-memory")
 
 
 def _balloon(group: str) -> Capability:

@@ -26,7 +26,8 @@ RACED_SHARE, RACED_SHARE_IN_COMPANY = 0.01, 0.05
 """Of the pages missing, those that may be evicted between look and read; more where another replay shares the wall."""
 RESIDENT_SHARE = 0.01
 BALLOON_SLACK_BYTES = 24 << 20
-"""What a balloon on a whole machine leaves beyond the room meant: the kernel's reserves, measured at −1 … +20 MiB."""
+"""What a whole machine, small or with a balloon, leaves beyond the room meant: the kernel's reserves, measured at
+−1 … +20 MiB."""
 TIME_SHARE, TIME_SLACK_NS = 0.01, 5_000_000
 NEIGHBOR_SHARE, NEIGHBOR_SLACK_BYTES = 0.05, 16 << 20
 LOAD_SHARE = 0.10
@@ -350,7 +351,7 @@ def _within_wall(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
         return
     room = limits.wall_bytes - own - limits.others_bytes - (recording.arena_bytes or 0)
     slack = int(RESIDENT_SHARE * limits.wall_bytes)
-    if recording.request.mechanism == "balloon" and recording.request.outer_group_bytes is None:
+    if recording.request.mechanism in ("balloon", "boot", "offline") and recording.request.outer_group_bytes is None:
         slack += BALLOON_SLACK_BYTES
     most = run["resident_max_bytes"]
     steps = recording.resident_bytes
@@ -469,6 +470,26 @@ def _balloon_alive(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]
             format_bytes(slack),
             held=least >= limits.balloon_machine_locked_bytes - slack,
         )
+
+
+def _machine_size(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    """The memory of a machine that is the limit: memory that comes or goes meanwhile is another limit."""
+    expected = recording.limits.memory_bytes
+    if expected is None:
+        return
+    texts = [recording.step_text(step, "meminfo") for step in range(recording.ended_steps)]
+    if recording.after is not None:
+        texts.append(text_of(recording.after, "meminfo"))
+    found = {(counters.parse_meminfo(text) or {}).get("MemTotal") for text in texts}
+    yield Proof(
+        "machine size unchanged",
+        "bytes",
+        f"MemTotal {expected:,} bytes, as when it was calibrated, after every step",
+        ", ".join(
+            "not said" if size is None else f"{size:,} bytes" for size in sorted(found, key=lambda size: size or 0)
+        ),
+        held=found == {expected} if found else None,
+    )
 
 
 def _no_oom_no_swap(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
@@ -627,6 +648,7 @@ _OF_MEASURED: tuple[Callable[[Recording, dict[str, Any]], Iterator[Proof]], ...]
     _arena_locked,
     _decisions,
     _balloon_alive,
+    _machine_size,
     _no_oom_no_swap,
     _together,
     _times_add_up,

@@ -11,6 +11,14 @@ from typing import Any
 
 from replayer import counters
 from replayer.accounting import Recording, text_of
+from replayer.nodes import parse_node_meminfo, parse_numa_stat
+
+_NODE = {
+    "node_bytes": "MemTotal",
+    "node_free_bytes": "MemFree",
+    "node_file_bytes": "FilePages",
+    "node_locked_bytes": "Mlocked",
+}
 
 SCAN_PER_STEAL_FLAG = 2.0
 """More pages scanned than this per page reclaimed: so in every cell of arXiv 2608.12103 §5 that amplified."""
@@ -70,6 +78,26 @@ def reclaim_rows(recording: Recording, device_bytes: int | None) -> list[dict[st
         device = None if recording.step_device_bytes is None else int(recording.step_device_bytes[step])
         rows.append({"step_id": step_id, **_row(last, reading, reading.levels, device)})
         last = reading
+    return rows
+
+
+def node_rows(recording: Recording) -> list[dict[str, Any]]:
+    """Rows of `replay_node`, less run_id; empty where the measured pass did not end."""
+    if recording.after is None:
+        return []
+    of_group = parse_numa_stat(text_of(recording.after, "numa_stat"), recording.page_bytes) or {}
+    rows = []
+    for node in recording.nodes.all:
+        meminfo = parse_node_meminfo(text_of(recording.after, f"node {node.node_id}")) or {}
+        rows.append(
+            {
+                "node_id": node.node_id,
+                "has_processors": node.has_processors,
+                "is_counted": node in recording.nodes.used,
+                **{column: meminfo.get(name) for column, name in _NODE.items()},
+                "group_node_file_bytes": of_group.get(node.node_id),
+            }
+        )
     return rows
 
 

@@ -33,10 +33,12 @@ import replayer
 from replayer import counters, loop
 from replayer.accounting import Company, Limits, Recording, access_columns, account
 from replayer.arena import Arena
+from replayer.boot import calibrate
 from replayer.capacity import Balloon, Group, find_memory_controller, launch_in, memory_group, remove_leftovers
 from replayer.content import expert_key
 from replayer.holdings import Choice, choose, hold, room_bytes
 from replayer.machine import Storage, direct_io_alignment, machine_row
+from replayer.nodes import available_bytes, left_out_bytes, memory_nodes
 from replayer.owners import (
     default_miss_path,
     has_table,
@@ -48,7 +50,7 @@ from replayer.owners import (
 )
 from replayer.pool import Pool, UnsuitableStorage, check_against_trace, check_files, check_planned, pool_storages
 from replayer.proofs import Proof, prove, selected_events, verdicts
-from replayer.reclaim import reclaim_rows
+from replayer.reclaim import node_rows, reclaim_rows
 from replayer.request import Request, UnusableReplay, check_request
 from replayer.simulate import UnusableRequest, Window, prepare
 from replayer.trace import Trace
@@ -95,6 +97,7 @@ class Run:
     run: dict[str, Any]
     steps: list[dict[str, Any]]
     reclaim: list[dict[str, Any]]
+    nodes: list[dict[str, Any]]
     layers: list[dict[str, Any]]
     proofs: list[dict[str, Any]]
     pool: dict[str, Any]
@@ -353,6 +356,7 @@ def _plan(trace: Trace, pool: Pool, request: Request) -> Recording:
         arrays={},
         step_counters=own + threads_io,
         residency_counter=counters.residency_counter(),
+        nodes=memory_nodes(accelerators=request.accelerator_memory),
     )
 
 
@@ -660,20 +664,13 @@ def _limit(
     if request.mechanism == "none":
         return None
     own = (recording.own_anonymous_bytes or 0) + (recording.own_kernel_bytes or 0)
-    if request.wall_bytes is not None:
-        room = request.wall_bytes - own
-        recording.limits = Limits(capacity_bytes=room - request.headroom_bytes)
-        if room <= request.headroom_bytes:
-            raise UnusableReplay(
-                f"--wall {request.wall_bytes:,} bytes, but the reader's own memory and headroom take "
-                f"{own + request.headroom_bytes:,} of it; ask for more"
-            )
-        _check_room(recording)
-    else:
-        assert request.capacity_bytes is not None, "checked before"
-        room = request.capacity_bytes + request.headroom_bytes
+    room = _asked_room(recording, own)
+    if request.mechanism in ("boot", "offline"):
+        _limit_by_machine(recording, own, room, stack)
+        return None
+    assert room is not None, "checked before"
     capacity = recording.capacity_bytes
-    available = (counters.parse_meminfo(Path("/proc/meminfo").read_bytes()) or {}).get("MemAvailable", 0)
+    available = available_bytes(recording.nodes)
     if room > available and outer is None:
         raise UnusableReplay(
             f"capacity and headroom of {room:,} bytes, but this machine has {available:,} bytes available: it would be "
@@ -699,13 +696,15 @@ def _limit(
         size, wanted = available - room, f"{available:,} bytes available"
     if size <= 0:
         raise UnusableReplay(f"capacity and headroom of {room:,} bytes leave nothing to lock of {wanted}; ask for less")
-    balloon = stack.enter_context(Balloon.inflate(size, outer))
+    balloon = stack.enter_context(
+        Balloon.inflate(size, outer, nodes=recording.nodes.bound_to, left_out_bytes=left_out_bytes(recording.nodes))
+    )
     if outer is not None:
         used = outer.usage_bytes() - (outer.cache_bytes() or 0)
         left = (outer.limit_bytes() or 0) - used
         detail = f"balloon in a cgroup v{outer.version} that stands for the machine"
     else:
-        left = (counters.parse_meminfo(Path("/proc/meminfo").read_bytes()) or {}).get("MemAvailable", 0)
+        left = available_bytes(recording.nodes)
         detail = "balloon on the whole machine"
     recording.limits = Limits(
         detail=detail,
@@ -721,6 +720,42 @@ def _limit(
     return balloon
 
 
+def _asked_room(recording: Recording, own_bytes: int) -> int | None:
+    """Bytes for experts and headroom that were asked for, or that a wall leaves; null of a machine as it is."""
+    request = recording.request
+    if request.wall_bytes is None:
+        return None if request.capacity_bytes is None else request.capacity_bytes + request.headroom_bytes
+    room = request.wall_bytes - own_bytes
+    recording.limits = Limits(capacity_bytes=room - request.headroom_bytes)
+    if room <= request.headroom_bytes:
+        raise UnusableReplay(
+            f"--wall {request.wall_bytes:,} bytes, but the reader's own memory and headroom take "
+            f"{own_bytes + request.headroom_bytes:,} of it; ask for more"
+        )
+    _check_room(recording)
+    return room
+
+
+def _limit_by_machine(recording: Recording, own_bytes: int, room: int | None, stack: contextlib.ExitStack) -> None:
+    """Takes the machine for the limit: as it was booted."""
+    found = calibrate(
+        Path("/proc/meminfo").read_bytes(),
+        Path("/proc/cmdline").read_text(),
+        available_bytes(recording.nodes),
+        room_bytes=room,
+        pool_bytes=int(recording.pool.file_bytes.sum()),
+    )
+    headroom = recording.request.headroom_bytes
+    recording.limits = Limits(
+        detail=found.detail,
+        capacity_bytes=max((found.room_bytes if room is None else room) - headroom, 0),
+        wall_bytes=own_bytes + found.room_bytes,
+        enforced_bytes=found.room_bytes,
+        memory_bytes=found.memory_bytes,
+    )
+    _check_room(recording)
+
+
 def _counter_files(
     recording: Recording, storages: Sequence[Storage], group: Group | None, balloon: Balloon | None
 ) -> dict[str, list[list[str]]]:
@@ -734,6 +769,8 @@ def _counter_files(
         paths |= {name: str(group.folder / file) for name, file in _GROUP_PRESSURES}
         if recording.request.group_stat == "pass":
             run_counters.append(["memory_stat", str(group.stat_file)])
+        run_counters.append(["numa_stat", str(group.folder / "memory.numa_stat")])
+    run_counters += [[f"node {node.node_id}", str(node.meminfo_file)] for node in recording.nodes.all]
     stat_files = [storage.block_stat_file for storage in storages]
     # Of one device more than is counted, what others read could not be told.
     if all(stat_files):
@@ -794,7 +831,8 @@ class _Child:
         recording, request = self.recording, self.recording.request
         return {
             "parent_pid": os.getpid(),
-            "first_to_die": request.mechanism == "balloon",
+            "first_to_die": request.mechanism in ("balloon", "boot", "offline"),
+            "memory_nodes": recording.nodes.bound_to,
             "arena_descriptor": self.arena.descriptor,
             "layout": self.arena.layout,
             "paths": [str(path.absolute()) for path in recording.pool.paths],
@@ -977,12 +1015,14 @@ def _rows(
         "wall_bytes": limits.wall_bytes,
         "enforced_bytes": limits.enforced_bytes,
         "balloon_bytes": limits.balloon_bytes,
+        "offline_bytes": limits.offline_bytes,
         **counted,
     }  # fmt: skip
     return Run(
         run=run,
         steps=[{"run_id": run_id, **row} for row in steps],
         reclaim=[{"run_id": run_id, **row} for row in reclaim],
+        nodes=[{"run_id": run_id, **row} for row in node_rows(recording)],
         layers=[{"run_id": run_id, **row} for row in layers],
         proofs=[{"run_id": run_id, **dataclasses.asdict(proof)} for proof in proofs],
         pool=pool_row(pool),

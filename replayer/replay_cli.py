@@ -51,13 +51,18 @@ reader's own memory and --headroom come on top. Owners:
   hybrid                --arena-fraction of the capacity as an arena, the page cache for the rest
   user_cache            a --policy over locked slots that O_DIRECT fills: what engines build
   page_cache_admission  the page cache for what --admit names; the rest is read past it
+Mechanisms:
+  cgroup                a memory cgroup around the reader
+  balloon               a process that locks the machine's memory but the capacity
+  boot                  the machine itself, booted with mem= or small: whatever it leaves, or about --capacity
+  none                  nothing
 Exits 1 when a proof about the bytes does not hold.
 """
 _MAX_THREADS = 256
 _OF_A_RUN = (
     "owner", "policy", "scope", "fit", "arena_fraction", "admit", "miss_path", "seed", "mechanism", "capacity", "wall",
     "headroom", "machine_bytes", "allow_thrash", "allow_unsuitable", "fadvise", "device", "threads", "steps", "cold",
-    "observe", "accesses", "verify", "group_stat",
+    "observe", "accesses", "verify", "group_stat", "accelerator_memory",
 )  # fmt: skip
 """Options that an experiment's file says for each condition."""
 _MAX_REPEAT = 10_000
@@ -107,6 +112,11 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         type=byte_size,
         metavar="B",
         help="with balloon: a memory cgroup of this size stands for the machine, and the balloon locks inside it",
+    )
+    command.add_argument(
+        "--accelerator-memory",
+        action="store_true",
+        help="count and use memory nodes without processors, too: the HBM of a GH200",
     )
     command.add_argument("--allow-thrash", action="store_true", help="measure a capacity below the reads in flight")
     command.add_argument("--allow-unsuitable", action="store_true", help="measure, and mark, a pool that is on no disk")
@@ -207,6 +217,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         observe=arguments.observe,
         verify="all" if arguments.verify else "edges",
         group_stat=arguments.group_stat,
+        accelerator_memory=arguments.accelerator_memory,
         warm_pass=not arguments.cold,
         steps=arguments.steps,
         allow_thrash=arguments.allow_thrash,
@@ -275,6 +286,7 @@ def write_run(data: DataFolder, result: Run) -> None:
         ("machine", result.machine["machine_id"], "part", [result.machine]),
         ("replay_step", trace_id, run_id, result.steps),
         ("replay_reclaim", trace_id, run_id, result.reclaim),
+        ("replay_node", trace_id, run_id, result.nodes),
         ("replay_layer", trace_id, run_id, result.layers),
         ("replay_proof", trace_id, run_id, result.proofs),
         ("replay_run", trace_id, run_id, [result.run]),

@@ -19,7 +19,8 @@ class Request:
     hybrid and page_cache_admission a miss_path (`schemas.columns.READ_PATHS`); hybrid the arena_fraction of the
     capacity; arena and hybrid a scope and the fit of their table; user_cache a policy, its scope, and fit where it is
     pinned; page_cache_admission admit, as `simulate.Choices`. group_stat: of `schemas.columns.GROUP_STATS`; after each
-    step only where the reader is in a group of its own.
+    step only where the reader is in a group of its own. accelerator_memory: whether nodes without processors count.
+    offline_memory_blocks: says that memory of this machine may be taken offline, which mechanism offline does.
     """
 
     owner: str = "page_cache"
@@ -43,6 +44,8 @@ class Request:
     group_stat: str = "pass"
     warm_pass: bool = True
     steps: tuple[int | None, int | None] = (None, None)
+    accelerator_memory: bool = False
+    offline_memory_blocks: bool = False
     allow_thrash: bool = False
     allow_unsuitable: bool = False
 
@@ -66,11 +69,14 @@ def check_request(request: Request) -> None:
     says_size = request.capacity_bytes is not None or request.wall_bytes is not None
     if holds_memory(owner) and not says_size:
         raise UnusableReplay(f"owner {owner} without --capacity or --wall, so how much it locks is not said; add one")
-    if not holds_memory(owner) and says_size != limited:
+    # A small machine has the size it has.
+    needs_size = limited and request.mechanism != "boot"
+    if not holds_memory(owner) and ((says_size and not limited) or (needs_size and not says_size)):
         raise UnusableReplay(
-            "--mechanism none takes no --capacity, cgroup and balloon need one (or --wall); say both or neither"
+            "--mechanism none takes no --capacity, cgroup, balloon and offline need one (or --wall); say both or "
+            "neither"
         )
-    if limited and not says_size:
+    if needs_size and not says_size:
         raise UnusableReplay(f"mechanism {request.mechanism} without --capacity or --wall; add one")
     if (owner == "user_cache") != (request.policy is not None):
         raise UnusableReplay(
@@ -104,6 +110,12 @@ def check_request(request: Request) -> None:
     if request.group_stat == "step" and request.mechanism != "cgroup" and request.outer_group_bytes is None:
         raise UnusableReplay(
             f"--group-stat step with mechanism {request.mechanism}, which puts the reader in no group; leave it out"
+        )
+    if request.offline_memory_blocks != (request.mechanism == "offline"):
+        raise UnusableReplay(
+            f"mechanism {request.mechanism} {'with' if request.offline_memory_blocks else 'without'} "
+            "--offline-memory-blocks: mechanism offline takes memory from the whole machine while it replays, so it "
+            "needs that word as well, and no other mechanism does"
         )
     if owner == "page_cache_mmap" and request.fadvise == "noreuse":
         raise UnusableReplay("--fadvise noreuse is advice on reads; choose another with owner page_cache_mmap")

@@ -46,7 +46,7 @@ OWNERS = (
     "page_cache", "page_cache_mmap", "restream", "uncached", "arena", "hybrid", "user_cache", "page_cache_admission",
 )  # fmt: skip
 READ_PATHS = ("buffered", "direct", "uncached")
-MECHANISMS = ("cgroup", "balloon", "none")
+MECHANISMS = ("cgroup", "balloon", "boot", "offline", "none")
 DESTINATIONS = ("cpu", "cuda", "none")
 FADVICES = ("random", "normal", "sequential", "noreuse", "willneed")
 OBSERVATIONS = ("none", "sample", "every")
@@ -428,9 +428,15 @@ _DEFINITIONS = [
     _count(
         "own_kernel_bytes", "kernel memory of the reader's group before the first read; null without a group", "byte"
     ),
-    _count("wall_bytes", "capacity + own memory + headroom: what the reader may use; null without a mechanism", "byte"),
+    _count(
+        "wall_bytes",
+        "capacity + own memory + headroom, or own memory + what a small machine leaves: what the reader may use; null "
+        "without a mechanism",
+        "byte",
+    ),
     _count("enforced_bytes", "what the mechanism, read back, leaves for expert data and headroom", "byte"),
     _count("balloon_bytes", "size of the locked region; null without a balloon", "byte"),
+    _count("offline_bytes", "memory taken offline for the run; null without", "byte"),
     _count("outer_group_bytes", "limit of the cgroup that stood for the machine; null if it was the machine", "byte"),
     _count(
         "resident_median_bytes", "the pool's bytes in the page cache, median over the ends of measured steps", "byte"
@@ -687,6 +693,24 @@ _DEFINITIONS = [
     _count("machine_memory_full_ns", "time in which all running processes did", "ns"),
     _count("machine_io_some_ns", "time in which some process waited for a device (/proc/pressure/io)", "ns"),
     _count("machine_io_full_ns", "time in which all running processes did", "ns"),
+    # memory nodes, when the measured pass ended
+    Column("node_id", pl.Int64, "memory node, as the kernel numbers it", minimum=0),
+    Column("has_processors", pl.Boolean, "whether processors belong to the node; an accelerator's memory has none"),
+    Column("is_counted", pl.Boolean, "whether the replay counted the node's memory and took memory from it"),
+    _count("node_bytes", "MemTotal of the node", "byte"),
+    _count("node_free_bytes", "MemFree of the node", "byte"),
+    _count(
+        "node_file_bytes",
+        "FilePages of the node: page cache of every file; which of it is the pool's, no counter says",
+        "byte",
+    ),
+    _count("node_locked_bytes", "Mlocked of the node", "byte"),
+    _count(
+        "group_node_file_bytes",
+        "page cache on the node that is charged to the run's group (file of memory.numa_stat), the pool's and other "
+        "files'; null without a group",
+        "byte",
+    ),
     # experiments
     Column(
         "experiment_id",

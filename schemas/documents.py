@@ -342,7 +342,7 @@ class ReplayedRun(_Document):
     seed: int | None
     arena_fraction: float | None
     miss_path: Literal["buffered", "direct", "uncached"] | None
-    mechanism: Literal["cgroup", "balloon", "none"]
+    mechanism: Literal["cgroup", "balloon", "boot", "offline", "none"]
     mechanism_detail: str | None
     fadvise: Literal["random", "normal", "sequential", "noreuse", "willneed"]
     destination: Literal["cpu", "cuda", "none"]
@@ -368,6 +368,7 @@ class ReplayedRun(_Document):
     wall_bytes: int | None
     enforced_bytes: int | None
     balloon_bytes: int | None
+    offline_bytes: int | None
     outer_group_bytes: int | None
     arena_bytes: int | None
     preload_bytes: int | None

@@ -207,15 +207,15 @@ _TABLES = [
             "group_stat", "repeat",
             "together_id", "tenant_number", "tenants", "shares_wall", "step_begin", "step_end", "access_order",
             "warm_pass", "capacity_bytes", "headroom_bytes", "own_anonymous_bytes", "own_kernel_bytes", "wall_bytes",
-            "enforced_bytes", "balloon_bytes", "outer_group_bytes", "arena_bytes", "preload_bytes", "preload_ns",
-            "cold_resident_bytes", "resident_median_bytes", "resident_max_bytes", "replayed_steps", "events",
-            "selections", "accesses", "union_ratio", "demand_bytes", "reads", "returned_bytes", "observed_accesses",
-            "native_hits", "native_partial_hits", "native_misses", "native_hit_rate", "arena_hits", "missing_bytes",
-            "direct_bytes", "device_bytes", "device_bytes_counter", "warm_device_bytes", "own_fault_bytes",
-            "overshoot_bytes", "raced_pages", "neighbor_bytes", "nominal_miss_bytes", "amplification_nominal",
-            "resident_miss_bytes", "amplification_resident", "interval_ns", "overlap_ns", "wall_ns", "check_ns",
-            "step_median_ns", "stall_ns", "stall_median_ns", "stall_p99_ns", "observe_ns", "verify_ns", "decide_ns",
-            "cpu_ns", "consumed_digest", "checked_bytes",
+            "enforced_bytes", "balloon_bytes", "offline_bytes", "outer_group_bytes", "arena_bytes", "preload_bytes",
+            "preload_ns", "cold_resident_bytes", "resident_median_bytes", "resident_max_bytes", "replayed_steps",
+            "events", "selections", "accesses", "union_ratio", "demand_bytes", "reads", "returned_bytes",
+            "observed_accesses", "native_hits", "native_partial_hits", "native_misses", "native_hit_rate", "arena_hits",
+            "missing_bytes", "direct_bytes", "device_bytes", "device_bytes_counter", "warm_device_bytes",
+            "own_fault_bytes", "overshoot_bytes", "raced_pages", "neighbor_bytes", "nominal_miss_bytes",
+            "amplification_nominal", "resident_miss_bytes", "amplification_resident", "interval_ns", "overlap_ns",
+            "wall_ns", "check_ns", "step_median_ns", "stall_ns", "stall_median_ns", "stall_p99_ns", "observe_ns",
+            "verify_ns", "decide_ns", "cpu_ns", "consumed_digest", "checked_bytes",
         ),
         nullable=frozenset({
             "failure", "policy", "scope", "fit", "admission", "seed", "arena_fraction", "miss_path", "arena_bytes",
@@ -228,7 +228,7 @@ _TABLES = [
             "own_fault_bytes", "overshoot_bytes", "raced_pages", "neighbor_bytes", "nominal_miss_bytes",
             "resident_miss_bytes", "interval_ns", "wall_ns", "check_ns", "step_median_ns", "stall_ns",
             "stall_median_ns", "stall_p99_ns", "observe_ns", "verify_ns", "cpu_ns", "consumed_digest", "checked_bytes",
-            "together_id", "overlap_ns", "tenant_number", "tenants", "shares_wall", "group_stat",
+            "together_id", "overlap_ns", "tenant_number", "tenants", "shares_wall", "group_stat", "offline_bytes",
         }),
         sums=(("observed_accesses", ("native_hits", "native_partial_hits", "native_misses")),),
     ),
@@ -253,6 +253,18 @@ _TABLES = [
         key=("run_id", "step_id"),
         measures=("device_bytes", *_RECLAIM),
         nullable=frozenset({"step_id", "device_bytes", *_RECLAIM}),
+    ),
+    Table(
+        name="replay_node",
+        grain="One row per native replay and memory node of the machine, as it was when the measured pass ended.",
+        key=("run_id", "node_id"),
+        measures=(
+            "has_processors", "is_counted", "node_bytes", "node_free_bytes", "node_file_bytes", "node_locked_bytes",
+            "group_node_file_bytes",
+        ),
+        nullable=frozenset({
+            "node_bytes", "node_free_bytes", "node_file_bytes", "node_locked_bytes", "group_node_file_bytes",
+        }),
     ),
     Table(
         name="replay_layer",
@@ -355,7 +367,9 @@ FILE_TABLES: dict[str, Table] = {
 }
 """Tables that stay Parquet files: a row per access is too much for the warehouse."""
 
-REPLAY_TABLES = ("replay_run", "replay_step", "replay_reclaim", "replay_layer", "replay_proof", "pool", "machine")
+REPLAY_TABLES = (
+    "replay_run", "replay_step", "replay_reclaim", "replay_node", "replay_layer", "replay_proof", "pool", "machine",
+)  # fmt: skip
 """What a native replay writes, the row that makes a run exist among them."""
 
 EXPERIMENT_TABLES = ("experiment", "experiment_run", "experiment_condition", "experiment_effect")

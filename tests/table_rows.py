@@ -81,7 +81,8 @@ ROWS: dict[str, dict] = {
         "repeat": 0, "together_id": None, "tenant_number": None,
         "tenants": None, "shares_wall": None, "step_begin": 0, "step_end": 10, "access_order": "router", "warm_pass":
         True, "capacity_bytes": 400, "headroom_bytes": 0, "own_anonymous_bytes": 1000, "own_kernel_bytes": 100,
-        "wall_bytes": 1500, "enforced_bytes": 400, "balloon_bytes": None, "outer_group_bytes": None, "arena_bytes":
+        "wall_bytes": 1500, "enforced_bytes": 400, "balloon_bytes": None, "offline_bytes": None,
+        "outer_group_bytes": None, "arena_bytes":
         None, "preload_bytes": None, "preload_ns": None, "cold_resident_bytes": 0, "resident_median_bytes": 390,
         "resident_max_bytes": 400, "replayed_steps": 10, "events": 20, "selections": 40, "accesses": 40, "union_ratio":
         1.0, "demand_bytes": 4000, "reads": 40, "returned_bytes": 4000, "observed_accesses": 40, "native_hits": 20,
@@ -116,6 +117,11 @@ ROWS: dict[str, dict] = {
         "machine_cached_bytes": 2**20, "machine_locked_bytes": 2**32, "machine_unevictable_bytes": 2**32,
         "memory_bytes": 2**34, "machine_locked_share": 0.25, "machine_memory_some_ns": 70,
         "machine_memory_full_ns": 60, "machine_io_some_ns": 700, "machine_io_full_ns": 600,
+    },
+    "replay_node": {
+        "run_id": "20261202T033000-0a1b2c3d", "node_id": 0, "has_processors": True, "is_counted": True,
+        "node_bytes": 2**34, "node_free_bytes": 2**33, "node_file_bytes": 2**20, "node_locked_bytes": 2**32,
+        "group_node_file_bytes": None,
     },
     "replay_layer": {
         "run_id": "20261202T033000-0a1b2c3d", "layer_id": 1, "events": 10, "accesses": 20, "demand_bytes": 2000,

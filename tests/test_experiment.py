@@ -160,7 +160,7 @@ def test_traces_are_named_by_place_or_by_the_beginning_of_their_id_and_streams_a
         ("name =", "nome =", "mine.toml: key name is missing"),
         ("name =", "nome =", "mine.toml: key nome, wanted one of name, question, finding"),
         ('"comparison"', '"proof"', "key finding: wanted 'comparison', 'response' or 'tenants', found 'proof'"),
-        ('mechanism = "cgroup"', "mechanism = 3", "'cache': key mechanism: wanted 'cgroup', 'balloon' or 'none'"),
+        ('mechanism = "cgroup"', "mechanism = 3", "'cache': key mechanism: wanted 'cgroup', 'balloon', 'boot'"),
         ("baseline = true", 'baseline = true\nspeed = "fast"', "condition 'cache': key speed, wanted one of label"),
         ("baseline = true", "threads = 0\nbaseline = true", "key threads: wanted greater than or equal to 1, found 0"),
         ("baseline = true", "", "mine.toml: 0 of 3 conditions have baseline = true, wanted one that the others"),

@@ -44,6 +44,7 @@ GRAPH = {
     "replay_run": {"routing"},
     "replay_step": {"routing"},
     "replay_reclaim": {"routing"},
+    "replay_node": {"routing"},
     "replay_layer": {"routing"},
     "replay_proof": {"routing"},
     "pool": {"routing"},
@@ -51,7 +52,7 @@ GRAPH = {
     "warehouse": {
         "trace", "trace_check", "trace_locality", "hit_rate", "hit_rate_layer", "reporting_block", "miss_ratio_curve",
         "lookahead_recall", "domain_overlap", "inversion", "replay_run", "replay_step", "replay_reclaim",
-        "replay_layer", "replay_proof", "pool", "machine",
+        "replay_node", "replay_layer", "replay_proof", "pool", "machine",
     },
     "report": {"warehouse"},
 }  # fmt: skip

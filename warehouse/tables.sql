@@ -419,6 +419,7 @@ CREATE TABLE replay_run (
     wall_bytes             BIGINT,
     enforced_bytes         BIGINT,
     balloon_bytes          BIGINT,
+    offline_bytes          BIGINT,
     outer_group_bytes      BIGINT,
     arena_bytes            BIGINT,
     preload_bytes          BIGINT,
@@ -548,6 +549,20 @@ CREATE TABLE replay_reclaim (
     machine_memory_full_ns          BIGINT,
     machine_io_some_ns              BIGINT,
     machine_io_full_ns              BIGINT
+);
+
+-- One row per native replay and memory node of the machine, as it was when the measured pass ended.
+-- Key: run_id, node_id
+CREATE TABLE replay_node (
+    run_id                VARCHAR NOT NULL,
+    node_id               BIGINT  NOT NULL,
+    has_processors        BOOLEAN NOT NULL,
+    is_counted            BOOLEAN NOT NULL,
+    node_bytes            BIGINT,
+    node_free_bytes       BIGINT,
+    node_file_bytes       BIGINT,
+    node_locked_bytes     BIGINT,
+    group_node_file_bytes BIGINT
 );
 
 -- One row per native replay and layer, over its measured steps that ended.
