@@ -290,7 +290,10 @@ def _pool(row: Row) -> str:
 
 def _command(run: Row) -> str:
     asked = ["--owner", run["owner"], "--mechanism", run["mechanism"]]
-    asked += [] if run["capacity_bytes"] is None else ["--capacity", str(run["capacity_bytes"])]
+    # A booted machine has the size it has.
+    unsized = run["capacity_bytes"] is None or run["mechanism"] == "boot"
+    asked += [] if unsized else ["--capacity", str(run["capacity_bytes"])]
+    asked += ["--offline-memory-blocks"] if run["mechanism"] == "offline" else []
     asked += [] if run["fadvise"] == "random" else ["--fadvise", run["fadvise"]]
     asked += [] if run["warm_pass"] else ["--cold"]
     asked += ["--device", run["destination"], "--steps", f"{run['step_begin']}:{run['step_end']}"]

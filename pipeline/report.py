@@ -53,6 +53,8 @@ from pipeline.plots import (
     show_depths,
     show_layers,
 )
+from pipeline.reclaim_report import VIEWS as RECLAIM_VIEWS
+from pipeline.reclaim_report import reclaim_blocks
 from pipeline.replay_report import native_runs
 from replayer.disclosure import belady_gap, best_causal, is_causal
 from schemas.columns import COLUMNS
@@ -164,7 +166,7 @@ def write_report(data_dir: Path) -> Path:
         warehouse.build.QueryFailed: the warehouse cannot be opened, or an older version built it.
         OSError: the page cannot be written.
     """
-    page = render_report(read_tables(data_dir))
+    page = render_report(read_tables(data_dir, views=RECLAIM_VIEWS))
     file = DataFolder(data_dir).report
     remove_stale(file.parent)
     with publish(file) as temporary:
@@ -173,7 +175,10 @@ def write_report(data_dir: Path) -> Path:
 
 
 def render_report(tables: dict[str, pl.DataFrame]) -> str:
-    """The page for these tables; the same tables give the same bytes."""
+    """The page for these tables, and the views of `reclaim_report` where they are among them.
+
+    The same tables give the same bytes.
+    """
     traces = tables["trace"].sort("trace_id").to_dicts()
     trace_ids = {trace["trace_id"] for trace in traces}
     newer = {trace["supersedes"]: trace["trace_id"] for trace in traces if trace["supersedes"] is not None}
@@ -195,6 +200,7 @@ def render_report(tables: dict[str, pl.DataFrame]) -> str:
         inversion=inversion_block(tables["inversion"]) if tables["inversion"].height else None,
         inversion_command=f"{INVERSION_COMMAND} && expert-tier run",
         native=native_runs(tables, plots),
+        reclaim=reclaim_blocks(tables),
         experiments=experiments(tables),
         colours=COLOURS,
     )

@@ -120,8 +120,8 @@ def list_relations(data_dir: Path) -> list[Relation]:
         ]
 
 
-def read_tables(data_dir: Path) -> dict[str, pl.DataFrame]:
-    """Every table of `schemas.tables`, whole and from one state of the warehouse.
+def read_tables(data_dir: Path, views: Sequence[str] = ()) -> dict[str, pl.DataFrame]:
+    """Every table of `schemas.tables`, and the views named, whole and from one state of the warehouse.
 
     Raises:
         WarehouseMissing: nothing was built yet.
@@ -139,6 +139,13 @@ def read_tables(data_dir: Path) -> dict[str, pl.DataFrame]:
                     f"{DataFolder(data_dir).warehouse}: table {name} is missing or has other columns than this version "
                     "writes; build it again with: expert-tier run"
                 )
+        for name in views:
+            try:
+                tables[name] = _fetch(connection, f"FROM {name}")
+            except duckdb.CatalogException:
+                raise QueryFailed(
+                    f"{DataFolder(data_dir).warehouse}: view {name} is missing; build it again with: expert-tier run"
+                ) from None
     return tables
 
 

@@ -184,3 +184,180 @@ FROM replay_layer AS layer
 JOIN replay_run AS run USING (run_id)
 WHERE run.bytes_valid
 ORDER BY run.trace_id, run.owner, run.mechanism, run.capacity_bytes, run.started_at, run.run_id, layer.layer_id;
+
+-- What did each native condition, alone on its machine, read, hold and scan: medians and ranges over its repetitions?
+CREATE VIEW reclaim_condition AS
+WITH measured AS (
+    SELECT
+        run.*,
+        machine.mglru, machine.kernel_release, machine.virtualization,
+        CASE WHEN machine.mglru NOT LIKE 'unknown%' THEN machine.mglru LIKE 'on%' END AS is_mglru,
+        -- A machine has the size it has, so how it was booted is no other mechanism.
+        CASE WHEN mechanism IN ('boot', 'offline') THEN mechanism ELSE coalesce(mechanism_detail, mechanism) END
+            AS limited_by,
+        -- A group that limits the run tells of its own reclaim under v2; under v1 only the machine's files do.
+        CASE
+            WHEN reclaim.group_scan_pages IS NOT NULL THEN 'group'
+            WHEN reclaim.machine_file_scan_pages IS NOT NULL THEN 'all files of the machine'
+            WHEN run.mechanism <> 'cgroup' AND run.outer_group_bytes IS NULL
+                AND reclaim.machine_scan_pages IS NOT NULL THEN 'machine'
+        END AS scan_counter,
+        CASE scan_counter
+            WHEN 'group' THEN reclaim.group_scan_pages
+            WHEN 'machine' THEN reclaim.machine_scan_pages
+            ELSE reclaim.machine_file_scan_pages
+        END AS scan_pages,
+        CASE scan_counter
+            WHEN 'group' THEN reclaim.group_steal_pages
+            WHEN 'machine' THEN reclaim.machine_steal_pages
+            ELSE reclaim.machine_file_steal_pages
+        END AS steal_pages,
+        CASE
+            WHEN reclaim.group_limit_bytes IS NOT NULL THEN reclaim.group_locked_share
+            ELSE reclaim.machine_locked_share
+        END AS locked_share
+    FROM replay_run AS run
+    JOIN machine USING (machine_id)
+    LEFT JOIN replay_reclaim AS reclaim ON reclaim.run_id = run.run_id AND reclaim.step_id IS NULL
+    WHERE run.bytes_valid AND run.together_id IS NULL AND run.device_bytes IS NOT NULL
+        AND run.resident_median_bytes IS NOT NULL
+)
+SELECT
+    -- What two conditions must share to be compared: the same reads, asked for in the same way.
+    trace_id, pool_id, owner, policy, scope, fit, admission, arena_fraction, miss_path, fadvise, threads, warm_pass,
+    access_order, step_begin, step_end,
+    -- What they may differ in.
+    mechanism, limited_by, is_mglru, mglru, kernel_release, virtualization, machine_id, condition_hash,
+    quantile_disc(capacity_bytes, 0.5) AS capacity_bytes,
+    quantile_disc(enforced_bytes, 0.5) AS enforced_bytes,
+    count(*) AS valid_runs,
+    quantile_disc(resident_median_bytes, 0.5) AS resident_bytes,
+    min(resident_median_bytes) AS resident_low_bytes,
+    max(resident_median_bytes) AS resident_high_bytes,
+    quantile_disc(device_bytes, 0.5) AS device_bytes,
+    min(device_bytes) AS device_low_bytes,
+    max(device_bytes) AS device_high_bytes,
+    (max(device_bytes) - min(device_bytes)) / nullif(quantile_disc(device_bytes, 0.5), 0) AS relative_spread,
+    any_value(demand_bytes) AS demand_bytes,
+    sum(device_bytes) FILTER (WHERE resident_miss_bytes IS NOT NULL) / nullif(sum(resident_miss_bytes), 0)
+        AS amplification_resident,
+    quantile_disc(locked_share, 0.5) AS locked_share,
+    any_value(scan_counter) AS scan_counter,
+    sum(scan_pages)::BIGINT AS scan_pages,
+    sum(steal_pages)::BIGINT AS steal_pages,
+    sum(scan_pages) / nullif(sum(steal_pages), 0) AS scan_per_steal,
+    -- The study's mark of reclaim that amplifies.
+    sum(scan_pages) / nullif(sum(steal_pages), 0) > 2 AS scans_above_2
+FROM measured
+GROUP BY ALL
+ORDER BY ALL;
+
+-- What does each condition read against every other curve of the same replay, at equal measured residency?
+CREATE VIEW reclaim_pair AS
+WITH paired AS (
+    SELECT
+        this.*,
+        other.mechanism AS other_mechanism, other.limited_by AS other_limited_by, other.is_mglru AS other_is_mglru,
+        other.kernel_release AS other_kernel_release, other.virtualization AS other_virtualization,
+        count(*) AS other_conditions,
+        sum(other.valid_runs)::BIGINT AS other_valid_runs,
+        max({'resident': other.resident_bytes, 'device': other.device_bytes, 'runs': other.valid_runs})
+            FILTER (WHERE other.resident_bytes <= this.resident_bytes) AS below,
+        min({'resident': other.resident_bytes, 'device': other.device_bytes, 'runs': other.valid_runs})
+            FILTER (WHERE other.resident_bytes >= this.resident_bytes) AS above,
+        -- The condition nearest in residency, and how its own simulated counterpart compares.
+        arg_min(
+            {'resident': other.resident_bytes, 'device': other.device_bytes, 'runs': other.valid_runs,
+             'amplification': other.amplification_resident},
+            abs(other.resident_bytes - this.resident_bytes)
+        ) AS nearest
+    FROM reclaim_condition AS this
+    JOIN reclaim_condition AS other
+        ON (
+            this.trace_id, this.pool_id, this.owner, this.fadvise, this.threads, this.warm_pass, this.access_order,
+            this.step_begin, this.step_end
+        ) = (
+            other.trace_id, other.pool_id, other.owner, other.fadvise, other.threads, other.warm_pass,
+            other.access_order, other.step_begin, other.step_end
+        )
+        AND this.policy IS NOT DISTINCT FROM other.policy
+        AND this.scope IS NOT DISTINCT FROM other.scope
+        AND this.fit IS NOT DISTINCT FROM other.fit
+        AND this.admission IS NOT DISTINCT FROM other.admission
+        AND this.arena_fraction IS NOT DISTINCT FROM other.arena_fraction
+        AND this.miss_path IS NOT DISTINCT FROM other.miss_path
+        AND (this.limited_by, this.is_mglru, this.kernel_release, this.virtualization)
+            <> (other.limited_by, other.is_mglru, other.kernel_release, other.virtualization)
+    GROUP BY ALL
+),
+matched AS (
+    SELECT
+        *,
+        CASE
+            WHEN below.resident = above.resident THEN 'equal'
+            WHEN below IS NOT NULL AND above IS NOT NULL THEN 'interpolated'
+            -- Outside of the other's curve nothing is made up: 2 % is what one condition's residency itself moves by.
+            WHEN abs(nearest.resident - resident_bytes) <= 0.02 * resident_bytes THEN 'nearest'
+        END AS matched_by
+    FROM paired
+)
+SELECT
+    * EXCLUDE (below, above, nearest),
+    CASE matched_by
+        WHEN 'equal' THEN below.device
+        WHEN 'nearest' THEN nearest.device
+        WHEN 'interpolated' THEN below.device + (above.device - below.device)
+            * (resident_bytes - below.resident) / (above.resident - below.resident)
+    END AS other_device_bytes,
+    below.resident AS below_resident_bytes,
+    above.resident AS above_resident_bytes,
+    -- Of the two conditions interpolated between, the one repeated least.
+    CASE matched_by
+        WHEN 'nearest' THEN nearest.runs
+        WHEN 'equal' THEN below.runs
+        WHEN 'interpolated' THEN least(below.runs, above.runs)
+    END AS matched_runs,
+    device_bytes / nullif(other_device_bytes, 0) AS device_over_other,
+    -- Each against the LRU of its own residency: unlike the ratio above, a cliff of the curve between the two leaves it.
+    amplification_resident / nullif(nearest.amplification, 0) AS amplification_over_nearest
+FROM matched
+ORDER BY ALL;
+
+-- Do two mechanisms that limit memory read as much, at equal measured residency and with the same reclaim?
+CREATE VIEW mechanism_agreement AS
+SELECT
+    trace_id, pool_id, owner, policy, miss_path, fadvise, threads, warm_pass, step_begin, step_end,
+    is_mglru, mglru, limited_by, kernel_release, virtualization, capacity_bytes, valid_runs,
+    resident_bytes, resident_low_bytes, resident_high_bytes,
+    device_bytes, device_low_bytes, device_high_bytes, relative_spread, demand_bytes,
+    scan_per_steal, scan_pages, steal_pages, scan_counter, scans_above_2, locked_share,
+    other_limited_by, other_kernel_release, other_virtualization, matched_by, matched_runs,
+    below_resident_bytes, above_resident_bytes, other_device_bytes, device_over_other, amplification_over_nearest,
+    abs(device_over_other - 1) <= 0.1 AS agrees_within_tenth,
+    -- Below five repetitions of either a difference says little: runs of one condition differ by that much.
+    CASE WHEN matched_by IS NOT NULL THEN least(valid_runs, matched_runs) >= 5 END AS is_repeated_enough
+FROM reclaim_pair
+WHERE is_mglru = other_is_mglru AND limited_by <> other_limited_by
+ORDER BY ALL;
+
+-- Does MGLRU read more than the classic lists at equal measured residency, and is that where scans outnumber steals?
+CREATE VIEW reclaim_knee AS
+SELECT
+    here.trace_id, here.pool_id, here.owner, here.policy, here.miss_path, here.fadvise, here.threads, here.warm_pass,
+    here.step_begin, here.step_end, here.limited_by, here.kernel_release, here.virtualization,
+    here.is_mglru, here.mglru, here.capacity_bytes, here.valid_runs, here.locked_share,
+    here.resident_bytes, here.resident_low_bytes, here.resident_high_bytes,
+    here.device_bytes, here.device_low_bytes, here.device_high_bytes, here.relative_spread, here.demand_bytes,
+    here.amplification_resident,
+    here.scan_per_steal, here.scan_pages, here.steal_pages, here.scan_counter, here.scans_above_2,
+    pair.matched_by, pair.matched_runs, pair.other_device_bytes AS classic_device_bytes,
+    pair.device_over_other AS device_over_classic
+FROM reclaim_condition AS here
+LEFT JOIN reclaim_pair AS pair
+    ON here.is_mglru AND NOT pair.other_is_mglru
+    AND (here.condition_hash, here.machine_id) = (pair.condition_hash, pair.machine_id)
+    AND (here.limited_by, here.kernel_release, here.virtualization)
+        = (pair.limited_by, pair.kernel_release, pair.virtualization)
+    AND (pair.limited_by, pair.kernel_release, pair.virtualization)
+        = (pair.other_limited_by, pair.other_kernel_release, pair.other_virtualization)
+ORDER BY ALL;
