@@ -51,12 +51,12 @@ def boot_limit_bytes(word: str) -> int | None:
 
 
 def calibrate(
-    meminfo: bytes, cmdline: str, available_bytes: int, *, room_bytes: int | None, pool_bytes: int
+    meminfo: bytes, cmdline: str, available_bytes: int, *, room_bytes: int | None, pool_bytes: int, step_bytes: int = 0
 ) -> Calibration:
     """The room of this machine, which has `available_bytes` now that the reader has its own memory.
 
     room_bytes: what was asked for of experts and headroom, null where any will do. pool_bytes: what would be cached if
-    nothing limited it.
+    nothing limited it. step_bytes: what the size of the machine can be chosen in, where it can.
 
     Raises:
         NotEnforceable: the machine has far more, or less, room than was asked for, or holds all of the pool.
@@ -74,7 +74,7 @@ def calibrate(
                 f"boot it with about {_suggested(pool_bytes // 2, taken)} for half of it, or use --mechanism none",
             )
         return found
-    if available_bytes > room_bytes + max(LARGER_SLACK_BYTES, int(LARGER_SHARE * room_bytes)):
+    if available_bytes > room_bytes + max(LARGER_SLACK_BYTES, int(LARGER_SHARE * room_bytes), step_bytes):
         raise NotEnforceable(
             f"this machine has {available_bytes:,} bytes available ({found.detail}), far more than the capacity and "
             f"headroom of {room_bytes:,} bytes",

@@ -62,7 +62,7 @@ class NotEnforceable(RuntimeError):
         self.remedy = remedy
 
 
-class _Uninterrupted:
+class Uninterrupted:
     """Holds SIGINT and SIGTERM back until the block is done; a no-op in other threads, which get neither.
 
     Handlers are swapped, not the signal mask: another thread of the process would take a masked signal.
@@ -350,27 +350,27 @@ class Group:
         return found
 
     def _set_limit_v1(self, limit_bytes: int) -> None:
-        _write(self.folder / "memory.swappiness", "0")
+        write_word(self.folder / "memory.swappiness", "0")
         with_swap = self.folder / "memory.memsw.limit_in_bytes"
         if not with_swap.exists():
-            _write(self.limit_file, str(limit_bytes))
+            write_word(self.limit_file, str(limit_bytes))
             return
         # Memory and swap together may never be limited below memory alone, so the order depends on the direction.
         if limit_bytes > int(_text(with_swap)):
-            _write(with_swap, str(limit_bytes))
-        _write(self.limit_file, str(limit_bytes))
-        _write(with_swap, str(limit_bytes))
+            write_word(with_swap, str(limit_bytes))
+        write_word(self.limit_file, str(limit_bytes))
+        write_word(with_swap, str(limit_bytes))
 
     def _set_limit_v2(self, limit_bytes: int) -> None:
         swap = self.folder / "memory.swap.max"
         if swap.exists():
-            _write(swap, "0")
+            write_word(swap, "0")
         elif len(_text(Path("/proc/swaps")).splitlines()) > 1:
             raise NotEnforceable(
                 f"{self.folder}: the machine swaps and this kernel keeps no swap limit per group",
                 "swapoff -a, or boot with swapaccount=1",
             )
-        _write(self.limit_file, str(limit_bytes))
+        write_word(self.limit_file, str(limit_bytes))
 
     def limit_bytes(self) -> int | None:
         """None: no limit."""
@@ -414,7 +414,7 @@ class Group:
         Raises:
             OSError: something in it does not die.
         """
-        with _Uninterrupted():
+        with Uninterrupted():
             _kill_all(self.folder)
 
     def remove(self) -> None:
@@ -423,7 +423,7 @@ class Group:
         Raises:
             OSError: something in it does not die, or the kernel keeps the folder busy.
         """
-        with _Uninterrupted():
+        with Uninterrupted():
             _remove_tree(self.folder)
             _HELD.pop(self.folder, None)
 
@@ -450,14 +450,14 @@ def memory_group(
         NotEnforceable: the group cannot be made, or has no memory limit.
     """
     inside = controller.parent if parent is None else parent
-    start_time_ticks = _start_time_ticks(os.getpid())
-    name = f"expert-tier-{purpose}-{_pid_namespace()}-{os.getpid()}-{start_time_ticks}-{next(_NUMBERS)}"
+    maker = f"{pid_namespace()}-{os.getpid()}-{start_time_ticks(os.getpid())}"
+    name = f"expert-tier-{purpose}-{maker}-{next(_NUMBERS)}"
     group = Group(inside / name, controller.version)
-    with _Uninterrupted():
+    with Uninterrupted():
         try:
             if controller.version == 2 and "memory" not in _words(inside / "cgroup.subtree_control"):
                 # Not taken back: others may have come to rely on it by then.
-                _write(inside / "cgroup.subtree_control", "+memory")
+                write_word(inside / "cgroup.subtree_control", "+memory")
             group.folder.mkdir()
             _HELD[group.folder] = group
             if controller.version == 1:
@@ -478,9 +478,9 @@ def _settle_v1(folder: Path) -> None:
     """Undoes what a v1 group may inherit: a limit that its groups escape, and hanging instead of an OOM kill."""
     hierarchy = folder / "memory.use_hierarchy"
     if hierarchy.exists() and _text(hierarchy).strip() == "0":
-        _write(hierarchy, "1")
+        write_word(hierarchy, "1")
     if keyed_value((folder / "memory.oom_control").read_bytes(), "oom_kill_disable") == 1:
-        _write(folder / "memory.oom_control", "0")
+        write_word(folder / "memory.oom_control", "0")
 
 
 def launch_in(group: Group | None, command: list[str], **popen_kwargs: Any) -> subprocess.Popen[bytes]:
@@ -500,7 +500,7 @@ def launch_in(group: Group | None, command: list[str], **popen_kwargs: Any) -> s
         command = ["/bin/sh", "-c", moved, str(group.procs_file), *command]
     process: subprocess.Popen[bytes] | None = None
     try:
-        with _Uninterrupted():
+        with Uninterrupted():
             process = subprocess.Popen(command, **popen_kwargs)  # noqa: S603 - no shell reads the caller's words
             if group is not None:
                 _await_membership(process, group)
@@ -527,7 +527,8 @@ def _await_membership(process: subprocess.Popen[bytes], group: Group) -> None:
 
 
 def remove_leftovers() -> list[str]:
-    """Removes groups of ours whose maker is dead, with what still runs in them; a sentence for each.
+    """Removes groups of ours whose maker is dead, with what still runs in them, and brings memory back that such a one
+    left offline; a sentence for each.
 
     Looks through the whole memory hierarchy that is seen here, up to a bound. Groups made in another pid namespace are
     left alone: whether their maker lives cannot be known here.
@@ -545,7 +546,10 @@ def remove_leftovers() -> list[str]:
                 said.append(f"removed leftover group {folder} with {inside} processes in it")
             except OSError as error:
                 said.append(f"leftover group {folder} could not be removed: {error}")
-    return said
+    # Imported here: the balloon runs this file without the package.
+    from replayer.offline import restore_leftovers
+
+    return said + restore_leftovers()
 
 
 def _groups_below(mount: Path) -> list[Path]:
@@ -566,17 +570,22 @@ def _groups_below(mount: Path) -> list[Path]:
 
 def _is_leftover(name: str) -> bool:
     match = _NAME.fullmatch(name)
-    if match is None or match.group(2) != str(_pid_namespace()):
+    return match is not None and is_gone(*match.groups()[1:4])
+
+
+def is_gone(namespace: str, pid_text: str, ticks_text: str) -> bool:
+    """Whether the process of that number and start time in this pid namespace is dead; false of another namespace."""
+    if namespace != str(pid_namespace()):
         return False
-    pid, start_time_ticks = int(match.group(3)), int(match.group(4))
+    pid, began = int(pid_text), int(ticks_text)
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return True
     except PermissionError:
         # Somebody else's process, which /proc may hide: taken for the maker.
-        return _start_time_ticks(pid) not in (None, start_time_ticks)
-    return _start_time_ticks(pid) != start_time_ticks
+        return start_time_ticks(pid) not in (None, began)
+    return start_time_ticks(pid) != began
 
 
 def _subfolders(folder: Path) -> list[Path]:
@@ -603,7 +612,7 @@ def _kill_all(folder: Path) -> None:
             raise OSError(f"{folder}: this very process is inside; nothing was killed")
         with suppress(OSError):
             # v2 since 5.14: kills the whole tree at once, whatever forks meanwhile.
-            _write(folder / "cgroup.kill", "1")
+            write_word(folder / "cgroup.kill", "1")
         for pid in pids:
             _kill_member(folder, pid)
         if time.monotonic() > deadline:
@@ -656,7 +665,7 @@ def raise_own_oom_score() -> None:
         NotEnforceable: /proc is read-only.
     """
     try:
-        _write(Path("/proc/self/oom_score_adj"), "1000")
+        write_word(Path("/proc/self/oom_score_adj"), "1000")
     except OSError as error:
         raise NotEnforceable(
             f"/proc/self/oom_score_adj cannot be raised ({error.strerror})", "mount /proc writable"
@@ -705,8 +714,8 @@ def bind_memory(nodes: Sequence[int]) -> None:
         raise NotEnforceable(f"memory cannot be bound to nodes {listed} ({os.strerror(ctypes.get_errno())})", remedy)
 
 
-def _start_time_ticks(pid: int) -> int | None:
-    """None if there is no such process, or it is dead and only waited for."""
+def start_time_ticks(pid: int) -> int | None:
+    """When a process began, since boot; None if there is no such process, or it is dead and only waited for."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -715,7 +724,8 @@ def _start_time_ticks(pid: int) -> int | None:
     return None if not fields or fields[0] in (b"Z", b"X") else balloon_state(b"", text)[1]
 
 
-def _pid_namespace() -> int:
+def pid_namespace() -> int:
+    """Number of the pid namespace that this process is in."""
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
@@ -730,7 +740,7 @@ class Balloon:
         self._process = process
         self.pid = process.pid
         self.size_bytes = size_bytes
-        self.start_time_ticks = _start_time_ticks(process.pid)
+        self.start_time_ticks = start_time_ticks(process.pid)
         self.status_file = Path(f"/proc/{process.pid}/status")
         self.stat_file = Path(f"/proc/{process.pid}/stat")
         self.machine_locked_bytes: int | None = None
@@ -802,7 +812,7 @@ class Balloon:
 
     def deflate(self) -> None:
         """Ends the child and waits until its memory is free again; may be called again."""
-        with _Uninterrupted():
+        with Uninterrupted():
             self._process.kill()
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
@@ -954,7 +964,12 @@ def _listed(file: Path) -> str:
     return ", ".join(_words(file)) or "none"
 
 
-def _write(file: Path, text: str) -> None:
+def write_word(file: Path, text: str) -> None:
+    """Writes to a file of the kernel's.
+
+    Raises:
+        OSError: with the kernel's own error.
+    """
     # Unbuffered and without O_CREAT: one write that carries the kernel's own error.
     descriptor = os.open(file, os.O_WRONLY)
     try:

@@ -42,6 +42,7 @@ from replayer.counters import (
 from replayer.device import allocate
 from replayer.machine import Storage, direct_io_alignment, storage_of
 from replayer.nodes import memory_nodes
+from replayer.offline import block_bytes, check_machine, removable_blocks
 from replayer.quantities import format_bytes
 
 MAX_BANDWIDTH_BYTES = 2 << 30
@@ -192,18 +193,17 @@ def _balloon(group: str) -> Capability:
 
 
 def _memory_offline(group: str) -> Capability:
-    name, remedy = "memory offline", "use --mechanism cgroup or balloon"
+    name = "memory offline"
+    try:
+        check_machine()
+    except NotEnforceable as refusal:
+        return Capability(group, name, False, refusal.reason, refusal.remedy)
+    blocks = removable_blocks(memory_nodes())
     folder = Path("/sys/devices/system/memory")
-    size = _words(folder / "block_size_bytes")
-    if not size:
-        return Capability(group, name, False, "the kernel has no memory hotplug", remedy)
-    states = sorted(folder.glob("memory[0-9]*/state"))
-    writable = "may" if states and os.access(states[-1], os.W_OK) else "may not"
-    found = (
-        f"{len(states)} blocks of {format_bytes(int(size[0], 16))}, which this user {writable} set offline; the "
-        "replayer has no such mechanism"
-    )
-    return Capability(group, name, False, found, remedy)
+    found = f"{len(blocks)} blocks of {format_bytes(block_bytes() or 0)} may go and are known to come back"
+    if blocks and os.access(folder / blocks[0].name / "state", os.W_OK):
+        return Capability(group, name, True, f"{found}; only with --mechanism offline --offline-memory-blocks")
+    return Capability(group, name, False, f"{found}, but not by this user", "run as root")
 
 
 def _counters(storage: Storage, sample: Path | None) -> Iterator[Capability]:

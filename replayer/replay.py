@@ -39,6 +39,7 @@ from replayer.content import expert_key
 from replayer.holdings import Choice, choose, hold, room_bytes
 from replayer.machine import Storage, direct_io_alignment, machine_row
 from replayer.nodes import available_bytes, left_out_bytes, memory_nodes
+from replayer.offline import OfflineBlocks
 from replayer.owners import (
     default_miss_path,
     has_table,
@@ -737,21 +738,28 @@ def _asked_room(recording: Recording, own_bytes: int) -> int | None:
 
 
 def _limit_by_machine(recording: Recording, own_bytes: int, room: int | None, stack: contextlib.ExitStack) -> None:
-    """Takes the machine for the limit: as it was booted."""
+    """Takes the machine for the limit: as it was booted, or with blocks of its memory offline until the run ends."""
+    blocks = None
+    if recording.request.mechanism == "offline":
+        assert room is not None, "checked before"
+        nodes = recording.nodes
+        blocks = stack.enter_context(OfflineBlocks.take(room, lambda: available_bytes(nodes), nodes))
     found = calibrate(
         Path("/proc/meminfo").read_bytes(),
         Path("/proc/cmdline").read_text(),
         available_bytes(recording.nodes),
         room_bytes=room,
         pool_bytes=int(recording.pool.file_bytes.sum()),
+        step_bytes=0 if blocks is None else blocks.block_bytes,
     )
     headroom = recording.request.headroom_bytes
     recording.limits = Limits(
-        detail=found.detail,
+        detail=found.detail if blocks is None else blocks.detail,
         capacity_bytes=max((found.room_bytes if room is None else room) - headroom, 0),
         wall_bytes=own_bytes + found.room_bytes,
         enforced_bytes=found.room_bytes,
         memory_bytes=found.memory_bytes,
+        offline_bytes=None if blocks is None else blocks.bytes,
     )
     _check_room(recording)
 

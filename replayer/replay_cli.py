@@ -55,6 +55,7 @@ Mechanisms:
   cgroup                a memory cgroup around the reader
   balloon               a process that locks the machine's memory but the capacity
   boot                  the machine itself, booted with mem= or small: whatever it leaves, or about --capacity
+  offline               memory blocks taken offline for the run, with --offline-memory-blocks
   none                  nothing
 Exits 1 when a proof about the bytes does not hold.
 """
@@ -63,6 +64,7 @@ _OF_A_RUN = (
     "owner", "policy", "scope", "fit", "arena_fraction", "admit", "miss_path", "seed", "mechanism", "capacity", "wall",
     "headroom", "machine_bytes", "allow_thrash", "allow_unsuitable", "fadvise", "device", "threads", "steps", "cold",
     "observe", "accesses", "verify", "group_stat", "accelerator_memory",
+    "offline_memory_blocks",
 )  # fmt: skip
 """Options that an experiment's file says for each condition."""
 _MAX_REPEAT = 10_000
@@ -117,6 +119,11 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         "--accelerator-memory",
         action="store_true",
         help="count and use memory nodes without processors, too: the HBM of a GH200",
+    )
+    command.add_argument(
+        "--offline-memory-blocks",
+        action="store_true",
+        help="with mechanism offline: take memory blocks of this machine offline, and bring them back after the run",
     )
     command.add_argument("--allow-thrash", action="store_true", help="measure a capacity below the reads in flight")
     command.add_argument("--allow-unsuitable", action="store_true", help="measure, and mark, a pool that is on no disk")
@@ -218,6 +225,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         verify="all" if arguments.verify else "edges",
         group_stat=arguments.group_stat,
         accelerator_memory=arguments.accelerator_memory,
+        offline_memory_blocks=arguments.offline_memory_blocks,
         warm_pass=not arguments.cold,
         steps=arguments.steps,
         allow_thrash=arguments.allow_thrash,

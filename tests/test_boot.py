@@ -1,19 +1,21 @@
 """A small machine as the limit: what is recognised, what is refused, and with which words."""
 
+import dataclasses
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from replayer import replay as supervisor
-from replayer.boot import LARGER_SLACK_BYTES, boot_limit, boot_limit_bytes, calibrate
+from replayer.boot import LARGER_SLACK_BYTES, Calibration, boot_limit, boot_limit_bytes, calibrate
 from replayer.capacity import NotEnforceable
 from replayer.pool import Pool
 from replayer.request import UnusableReplay, check_request
 from replayer.trace import Trace
 from tests.builders import make_trace, write_trace
-from tests.replays import KIB, MIB, called, pool_for, proof, replayed, request, routing
+from tests.replays import KIB, MIB, called, failed, pool_for, proof, replayed, request, routing
 
 # What a guest with mem=192M says, rounded: 192 − 124 MiB are not available (kernel 6.12).
 MEMINFO = b"MemTotal:         156000 kB\nMemFree:          130000 kB\nMemAvailable:     126976 kB\n"
@@ -155,3 +157,54 @@ def test_more_resident_than_the_machine_is_said_to_leave_is_found(
     run = replayed(trace, pool, mechanism="boot", capacity_bytes=MIB, allow_thrash=True)
     assert proof(run, "resident within the wall")["held"] is False
     assert not run.run["bytes_valid"]
+
+
+def test_memory_that_came_or_went_since_it_was_calibrated_is_found(
+    trace: Trace, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault: as calibrated the machine had a block less than it has after every step."""
+    small_machine(monkeypatch, 32 * MIB)
+
+    def before_a_block_came(*given: Any, **asked: Any) -> Calibration:
+        found = calibrate(*given, **asked)
+        return dataclasses.replace(found, memory_bytes=found.memory_bytes - 128 * MIB)
+
+    monkeypatch.setattr(supervisor, "calibrate", before_a_block_came)
+    run = replayed(trace, pool, mechanism="boot", capacity_bytes=30 * MIB, warm_pass=False)
+    assert failed(run) == {"machine size unchanged"}
+
+
+class Taken:
+    """Stands for blocks that are offline; nothing is."""
+
+    block_bytes, bytes, detail = 128 * MIB, 256 * MIB, "2 blocks of 128.00 MiB offline"
+
+    def __init__(self) -> None:
+        self.is_back = False
+
+    def __enter__(self) -> "Taken":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_back = True
+
+
+def test_blocks_are_offline_until_the_run_ends(trace: Trace, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine can be chosen in steps of a block alone, so the run may have nearly a block more than it asked for."""
+    taken, asked = Taken(), []
+
+    def take(room_bytes: int, *_: object) -> Taken:
+        asked.append(room_bytes)
+        return taken
+
+    monkeypatch.setattr(supervisor.OfflineBlocks, "take", take)
+    small_machine(monkeypatch, 100 * MIB)
+    run = replayed(
+        trace, pool, mechanism="offline", offline_memory_blocks=True, capacity_bytes=8 * MIB, headroom_bytes=MIB
+    )
+    assert asked == [9 * MIB]
+    assert taken.is_back
+    assert failed(run) == set()
+    assert run.run["offline_bytes"] == 256 * MIB
+    assert (run.run["capacity_bytes"], run.run["enforced_bytes"]) == (8 * MIB, 100 * MIB)
+    assert run.run["mechanism_detail"] == taken.detail
