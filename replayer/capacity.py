@@ -32,14 +32,16 @@ from typing import Any, Literal, Self
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 MACHINE_RESERVE_BYTES = 128 * 2**20
-"""A balloon that would leave the machine less available memory than this is refused."""
+"""A balloon that would leave the machine less available memory than this is refused; on machines below 2 GiB, a
+sixteenth of their memory."""
 
 GROUP_RESERVE_BYTES = 32 * 2**20
 """A balloon that would leave a limited group, its own or one above, less room than this is refused."""
 
 _NAME = re.compile(r"expert-tier-(wall|machine)-([0-9]+)-([0-9]+)-([0-9]+)-([0-9]+)", re.ASCII)
 _SLICE_BYTES = 256 * 2**20
-_SLOWEST_BYTES_PER_S = 64 * 2**20
+# An emulated guest on a busy machine locks some 20 MiB/s.
+_SLOWEST_BYTES_PER_S = 8 * 2**20
 _PATIENCE_S = 30.0
 _NOT_IN_GROUP = 125
 _MAX_DEPTH = 24
@@ -757,7 +759,7 @@ class Balloon:
     ) -> "Balloon":
         """Starts a balloon of `size_bytes`, rounded up to pages, and returns once all of it is locked.
 
-        `group`: the child lives there and its memory is charged there. By default it may take 30 s and 1 s per 64 MiB.
+        `group`: the child lives there and its memory is charged there. By default it may take 30 s and 1 s per 8 MiB.
         `nodes`: memory nodes to take it from, any if empty; `left_out_bytes`: what MemAvailable counts of the others.
         Call from the main thread.
 
@@ -890,13 +892,15 @@ def machine_locked_bytes(meminfo_text: bytes) -> int | None:
 
 
 def _refuse_too_large(size_bytes: int, group: Group | None, left_out_bytes: int) -> None:
-    available_bytes = _kilobytes(Path("/proc/meminfo").read_bytes(), "MemAvailable")
+    meminfo = Path("/proc/meminfo").read_bytes()
+    available_bytes = _kilobytes(meminfo, "MemAvailable")
     if available_bytes is not None:
         available_bytes -= left_out_bytes
-    if available_bytes is None or available_bytes - size_bytes < MACHINE_RESERVE_BYTES:
+    reserve_bytes = min(MACHINE_RESERVE_BYTES, (_kilobytes(meminfo, "MemTotal") or MACHINE_RESERVE_BYTES * 16) // 16)
+    if available_bytes is None or available_bytes - size_bytes < reserve_bytes:
         raise NotEnforceable(
             f"balloon of {size_bytes:,} bytes: the machine has {available_bytes:,} bytes available and keeps "
-            f"{MACHINE_RESERVE_BYTES:,}",
+            f"{reserve_bytes:,}",
             "ask for a larger capacity, or free memory",
         )
     if group is not None:
