@@ -64,7 +64,7 @@ class UnusableExperiment(ValueError):
     """The file is none, or names what is not there or does not fit here: a call to correct. One line per fault."""
 
 
-class _Model(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -73,7 +73,7 @@ _Label = Annotated[str, Field(min_length=1, max_length=200)]
 _TraceName = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
 
 
-class _Asked(_Model):
+class _Asked(StrictModel):
     """One condition, every list expanded; what is left out is as `replayer replay` has it."""
 
     label: _Label | None = None
@@ -110,14 +110,14 @@ class _Asked(_Model):
     allow_unsuitable: bool = False
 
 
-class _Tenant(_Model):
+class _Tenant(StrictModel):
     name: _Label
     trace: _TraceName = 0
     streams: list[_TraceName] | None = None
     pool: Annotated[int, Field(ge=0)] = 0
 
 
-class _File(_Model):
+class _File(StrictModel):
     name: _Name
     question: Annotated[str, Field(min_length=10, max_length=500)]
     finding: Literal[FINDINGS]  # type: ignore[valid-type]
@@ -292,10 +292,11 @@ def _parsed(text: str, source: str) -> _File:
     try:
         return _File.model_validate(table)
     except ValidationError as error:
-        raise UnusableExperiment(_faults(error, source, _File)) from None
+        raise UnusableExperiment(worded_faults(error, source, _File)) from None
 
 
-def _faults(error: ValidationError, where: str, model: type[BaseModel]) -> str:
+def worded_faults(error: ValidationError, where: str, model: type[BaseModel]) -> str:
+    """What pydantic found wrong with a table of the file `where`, one line per fault."""
     lines = []
     for fault in error.errors():
         # Members of a union are told apart by names that are none of the file's.
@@ -329,18 +330,18 @@ def _expanded(entry: dict[str, Any], file: _File, sizes: str, source: str, numbe
         common = _published(common, file, where)
         entry = _published(entry, file, where)
     found = []
-    for own in _combinations(entry, where):
+    for own in combinations(entry, where):
         given = entry.get("label")
         arm = given if isinstance(given, str) else str(own.get("owner", common.get("owner", "page_cache")))
         said = own.pop("_said")
         label = [arm, *said] if isinstance(given, str) or not said else said
-        for shared in _combinations(common, where):
+        for shared in combinations(common, where):
             group = shared.pop("_said")
             found.append((_Labels(", ".join([*label, *group]), arm, ", ".join(group)), {**shared, **own}))
     return found
 
 
-def _combinations(table: dict[str, Any], where: str) -> list[dict[str, Any]]:
+def combinations(table: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Every combination of the values of keys that are lists; `_said` names the values chosen."""
     axes = {key: value for key, value in table.items() if _is_axis(key, value)}
     empty = [key for key, values in axes.items() if not values]
@@ -391,14 +392,14 @@ def _validated(listed: Sequence[_Listed], source: str) -> list[tuple[_Labels, _A
         try:
             asked.append((labels, _Asked.model_validate(keys)))
         except ValidationError as error:
-            faults.append(_faults(error, f"{source}: condition {labels.label!r}", _Asked))
+            faults.append(worded_faults(error, f"{source}: condition {labels.label!r}", _Asked))
     if faults:
         raise UnusableExperiment("\n".join(faults))
     return asked
 
 
 @dataclass(frozen=True)
-class _Size:
+class Size:
     """A share of the pool's bytes, plus bytes."""
 
     share: Fraction
@@ -410,7 +411,7 @@ class _Size:
         return int(self.share * factor * pool_bytes) + more
 
 
-def _size(value: str | int, where: str) -> _Size:
+def size_of(value: str | int, where: str) -> Size:
     """`40%`, `512MiB`, `40% + 128MiB`, or bytes."""
     share, more = Fraction(0), 0
     for term in str(value).split("+"):
@@ -425,7 +426,7 @@ def _size(value: str | int, where: str) -> _Size:
                 f"{where}: wanted a size, a share of the pool or their sum, such as 512MiB, 40% or 40% + 128MiB, found "
                 f"{str(value)[:60]!r} ({error})"
             ) from None
-    return _Size(share, more)
+    return Size(share, more)
 
 
 def _factor(asked: Iterable[_Asked], given: Given, source: str) -> Fraction:
@@ -439,7 +440,7 @@ def _factor(asked: Iterable[_Asked], given: Given, source: str) -> Fraction:
             value = getattr(one, key)
             if value is None:
                 continue
-            size = _size(value, f"{source}: key {key}")
+            size = size_of(value, f"{source}: key {key}")
             fixed = parts * size.more if size.share else 0
             scaled = parts * size.bytes_of(pool_bytes, Fraction(1)) - fixed
             if fixed >= most:
@@ -481,7 +482,7 @@ def _part(
 
     def sized(key: str) -> int | None:
         value = getattr(one, key)
-        return None if value is None else _size(value, f"{where}: key {key}").bytes_of(pool_bytes, factor)
+        return None if value is None else size_of(value, f"{where}: key {key}").bytes_of(pool_bytes, factor)
 
     traces = [given.traces[stream] for stream in streams]
     request = Request(
