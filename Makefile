@@ -11,7 +11,7 @@ PURE_2 := $(patsubst %,tests/test_%.py,published_values quantities queues report
   streams sweep trace user_cache warehouse)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-native test-pure-1 test-pure-2 types dev bench format clean
+.PHONY: demo test test-native test-pure-1 test-pure-2 types dev bench lab-setup lab format clean
 
 demo: $(INSTALLED)
 	@$(BIN)/expert-tier demo
@@ -44,6 +44,16 @@ dev: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench $(WHAT)
+
+# A kernel of the distribution, unpacked below data/ and never installed; QEMU is installed where it is missing.
+lab-setup: $(INSTALLED)
+	@$(BIN)/replayer lab setup --data data
+
+# The whole matrix on the bundled sample, whose experts are taken as 1 MiB each; goes on where it was stopped.
+lab: lab-setup
+	@$(BIN)/expert-tier ingest pipeline/sample/code.route.csv.gz --meta expert_bytes=1048576 --trace-id lab-sample --data data
+	@$(BIN)/replayer pool build --trace data/traces/lab-sample.parquet --layout per-layer --out data/pools/lab-sample
+	@$(BIN)/replayer lab run data/traces/lab-sample.parquet --pool data/pools/lab-sample --data data
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

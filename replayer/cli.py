@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from replayer.capacity import NotEnforceable
 from replayer.command import Parser, run
 from replayer.experiment import UnusableExperiment
+from replayer.guest import GuestFailed
+from replayer.lab_cli import add_lab_command
+from replayer.lab_setup import SetupRefused
 from replayer.pool import MalformedPool, PoolMismatch, UnsuitableStorage, UnusablePlan
 from replayer.pool_cli import add_pool_commands
 from replayer.probe_cli import add_probe_command
@@ -24,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     add_pool_commands(commands)
     add_replay_command(commands)
     add_probe_command(commands)
+    add_lab_command(commands)
     return parser
 
 
@@ -49,5 +53,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             UnusableExperiment,
             NotEnforceable,
         ),
-        failed=(MalformedTrace, MalformedPool),
+        failed=(MalformedTrace, MalformedPool, GuestFailed, SetupRefused),
     )

@@ -58,6 +58,9 @@ SPOILS = ("bytes", "time")
 TOPICS = ("execution", "workload", "regime", "oracle")
 RUN_ORDERS = ("random", "pairs")
 SIZINGS = ("as_written", "fit_machine", "as_published")
+PLACES = ("guest", "host")
+MGLRU_SETTINGS = ("on", "off")
+ACCELERATORS = ("kvm", "tcg")
 
 
 def _count(name: str, description: str, unit: str | None = None) -> Column:
@@ -802,6 +805,31 @@ _DEFINITIONS = [
         pl.Boolean,
         "whether the metric's medians never fall as the capacity does, over all capacities; null but for a response",
     ),
+    # labs
+    Column(
+        "lab_id",
+        pl.String,
+        "the lab's name + first 12 hex digits of SHA-256 over what its conditions ask for, trace, pool, seed and "
+        "version; not over the number of repetitions, so that more of them continue it",
+    ),
+    Column("lab", pl.String, "name of the lab, as its file has it"),
+    Column("place", pl.String, "whether the run was made in a guest or on the host itself", values=PLACES),
+    Column(
+        "mglru_setting",
+        pl.String,
+        "what the multi-generational LRU was switched to before the run; null: left as the kernel had it",
+        values=MGLRU_SETTINGS,
+    ),
+    Column("boot_id", pl.String, "names one boot of a guest; runs that share it ran in one kernel; null on the host"),
+    Column("boot_position", pl.Int64, "place of the run among those of its boot, from 0", minimum=0),
+    _count("boot_runs", "runs that were to share the boot, this one included"),
+    _count("boot_starts", "starts until the guest's kernel was up: emulation loses some"),
+    _count("guest_memory_bytes", "memory that the guest was given", "byte"),
+    _count("boot_limit_bytes", "mem= of the guest's kernel, which sees no more; null without", "byte"),
+    Column("accelerator", pl.String, "kvm: the guest had real processors; tcg: emulated ones", values=ACCELERATORS),
+    Column("qemu_version", pl.String, "what QEMU says of itself"),
+    Column("kernel_package", pl.String, "package and version that the guest's kernel is from"),
+    _count("compiled_files", "files that numba wrote in the guest: 0 where all was compiled before"),
     # proofs
     Column(
         "spoils", pl.String, "what a proof that fails makes worthless: bytes (then time as well) or time", values=SPOILS

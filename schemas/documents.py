@@ -615,3 +615,72 @@ class ExperimentOutcome(_Document):
     by_run: list[StartedRun]
     by_condition: list[MeasuredMetric]
     effects: list[Effect]
+
+
+class LabOutcome(_Document):
+    """`replayer lab run --json`: a row of table `lab`, with what its runs show.
+
+    `started_runs` and `started_boots` are this call's, `failures` what its guests came to grief by; `by_run` has every
+    run of the lab, earlier calls' too.
+    """
+
+    class Spread(_Document):
+        """Over the runs of a condition that count: the lower median, the least and the greatest."""
+
+        median: float
+        lowest: float
+        highest: float
+
+    class MeasuredCondition(_Document):
+        """What the runs of a condition show; null where none counts."""
+
+        condition: str
+        counted_runs: int
+        device_bytes: "LabOutcome.Spread | None"
+        resident_median_bytes: "LabOutcome.Spread | None"
+        amplification_nominal: "LabOutcome.Spread | None"
+        amplification_resident: "LabOutcome.Spread | None"
+
+    class LabRun(_Document):
+        """A row of table `lab_run`, with what came of the run."""
+
+        run_id: str
+        lab_id: str
+        trace_id: str
+        condition: str
+        repetition: int | None
+        attempt: int
+        position: int
+        place: Literal["guest", "host"]
+        mglru_setting: Literal["on", "off"] | None
+        boot_id: str | None
+        boot_position: int | None
+        boot_runs: int | None
+        boot_starts: int | None
+        guest_memory_bytes: int | None
+        boot_limit_bytes: int | None
+        accelerator: Literal["kvm", "tcg"] | None
+        qemu_version: str | None
+        kernel_package: str | None
+        compiled_files: int | None
+        status: Literal["complete", "interrupted", "failed", "killed"]
+        bytes_valid: bool
+
+    lab_id: str
+    lab: str
+    asks: str
+    order_seed: int
+    conditions: int
+    repetitions: int
+    definition: str
+    runs: int
+    valid_runs: int
+    finished: bool
+    started_runs: int
+    started_boots: int
+    accelerator: Literal["kvm", "tcg"]
+    qemu_version: str
+    kernel_release: str
+    failures: list[str]
+    by_condition: list[MeasuredCondition]
+    by_run: list[LabRun]

@@ -353,6 +353,28 @@ _TABLES = [
             "inverse_capacity_deviation", "inverse_residency_deviation", "monotone",
         }),
     ),
+    Table(
+        name="lab",
+        grain="One row per lab: replays in guests and on the host that were asked for, and how far they are.",
+        key=("lab_id",),
+        measures=(
+            "lab", "asks", "order_seed", "conditions", "repetitions", "definition", "runs", "valid_runs", "finished",
+        ),
+    ),
+    Table(
+        name="lab_run",
+        grain="One row per native replay that a lab made; repetition is null where it was made to find mem= by.",
+        key=("run_id",),
+        measures=(
+            "lab_id", "trace_id", "condition", "repetition", "attempt", "position", "place", "mglru_setting", "boot_id",
+            "boot_position", "boot_runs", "boot_starts", "guest_memory_bytes", "boot_limit_bytes", "accelerator",
+            "qemu_version", "kernel_package", "compiled_files",
+        ),
+        nullable=frozenset({
+            "repetition", "mglru_setting", "boot_id", "boot_position", "boot_runs", "boot_starts", "guest_memory_bytes",
+            "boot_limit_bytes", "accelerator", "qemu_version", "kernel_package", "compiled_files",
+        }),
+    ),
 ]  # fmt: skip
 
 TABLES: dict[str, Table] = {table.name: table for table in _TABLES}
@@ -374,6 +396,9 @@ REPLAY_TABLES = (
 
 EXPERIMENT_TABLES = ("experiment", "experiment_run", "experiment_condition", "experiment_effect")
 """What `replayer replay --experiment` writes beside the runs themselves."""
+
+LAB_TABLES = ("lab", "lab_run")
+"""What `replayer lab` writes beside the runs themselves."""
 
 SWEEP_TABLES = ("sweep",)
 """What `replayer sweep` writes; all other tables come from analyses."""

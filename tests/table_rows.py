@@ -171,5 +171,16 @@ ROWS: dict[str, dict] = {
         "self_high": 1.1, "outside_spread": True, "inverse_capacity_deviation": None,
         "inverse_residency_deviation": None, "monotone": None,
     },
+    "lab": {
+        "lab_id": "mechanisms-0123456789ab", "lab": "mechanisms", "asks": "do they agree?", "order_seed": 0,
+        "conditions": 12, "repetitions": 5, "definition": "{}", "runs": 60, "valid_runs": 60, "finished": True,
+    },
+    "lab_run": {
+        "run_id": "20261202T033000-0a1b2c3d", "lab_id": "mechanisms-0123456789ab", "trace_id": "tiny",
+        "condition": "guest, cgroup, on", "repetition": 0, "attempt": 0, "position": 3, "place": "guest",
+        "mglru_setting": "on", "boot_id": "boot-0a1b2c3d", "boot_position": 2, "boot_runs": 8, "boot_starts": 1,
+        "guest_memory_bytes": 2**30, "boot_limit_bytes": None, "accelerator": "tcg", "qemu_version": "7.2.22",
+        "kernel_package": "linux-image-6.12 6.12-1", "compiled_files": 0,
+    },
 }  # fmt: skip
 ROWS["sweep"] = {"cell_hash": "0123456789abcdef", **ROWS["hit_rate"]}

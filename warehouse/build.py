@@ -20,7 +20,7 @@ import polars as pl
 
 from schemas.columns import Column
 from schemas.files import DataFolder, hold, publish, remove_stale
-from schemas.tables import EXPERIMENT_TABLES, REPLAY_TABLES, SWEEP_TABLES, TABLES, Table
+from schemas.tables import EXPERIMENT_TABLES, LAB_TABLES, REPLAY_TABLES, SWEEP_TABLES, TABLES, Table
 
 STORAGE_VERSION = "v1.0.0"
 ROUTING_QUESTION = "Which experts did each token of each trace select, row by row as recorded?"
@@ -208,6 +208,8 @@ def _maker(table: str) -> str:
         return "replayer replay"
     if table in EXPERIMENT_TABLES:
         return "replayer replay --experiment"
+    if table in LAB_TABLES:
+        return "replayer lab"
     return "replayer sweep" if table in SWEEP_TABLES else "expert-tier run"
 
 

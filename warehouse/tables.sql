@@ -712,3 +712,42 @@ CREATE TABLE experiment_effect (
     inverse_residency_deviation DOUBLE,
     monotone                    BOOLEAN
 );
+
+-- One row per lab: replays in guests and on the host that were asked for, and how far they are.
+-- Key: lab_id
+CREATE TABLE lab (
+    lab_id      VARCHAR NOT NULL,
+    lab         VARCHAR NOT NULL,
+    asks        VARCHAR NOT NULL,
+    order_seed  BIGINT  NOT NULL,
+    conditions  BIGINT  NOT NULL,
+    repetitions BIGINT  NOT NULL,
+    definition  VARCHAR NOT NULL,
+    runs        BIGINT  NOT NULL,
+    valid_runs  BIGINT  NOT NULL,
+    finished    BOOLEAN NOT NULL
+);
+
+-- One row per native replay that a lab made; repetition is null where it was made to find mem= by.
+-- Key: run_id
+CREATE TABLE lab_run (
+    run_id             VARCHAR NOT NULL,
+    lab_id             VARCHAR NOT NULL,
+    trace_id           VARCHAR NOT NULL,
+    condition          VARCHAR NOT NULL,
+    repetition         BIGINT,
+    attempt            BIGINT  NOT NULL,
+    position           BIGINT  NOT NULL,
+    place              VARCHAR NOT NULL,
+    mglru_setting      VARCHAR,
+    boot_id            VARCHAR,
+    boot_position      BIGINT,
+    boot_runs          BIGINT,
+    boot_starts        BIGINT,
+    guest_memory_bytes BIGINT,
+    boot_limit_bytes   BIGINT,
+    accelerator        VARCHAR,
+    qemu_version       VARCHAR,
+    kernel_package     VARCHAR,
+    compiled_files     BIGINT
+);
