@@ -185,7 +185,11 @@ def resolve(
     conditions = []
     for number, entry in enumerate(file.condition, start=1):
         where = f"{source}: condition {number}"
-        conditions += [_condition(keys, pool_bytes, where) for keys in combinations({**file.common, **entry}, where)]
+        keys = {**file.common, **entry}
+        # A condition is called by its values in the order of the keys here, whichever the file has.
+        known = {key: keys[key] for key in _Asked.model_fields if key in keys}
+        listed = combinations({**known, **keys}, where)
+        conditions += [_condition(one, pool_bytes, where) for one in listed]
     twice = {one.label for one in conditions if sum(one.label == other.label for other in conditions) > 1}
     if twice:
         raise UnusableLab(f"{source}: several conditions are called {sorted(twice)[0]!r}; give each a label")
@@ -222,7 +226,7 @@ def resolve(
 
 
 def _condition(keys: dict[str, Any], pool_bytes: int, where: str) -> Condition:
-    said = [str(one) for one in keys.pop("_said")]
+    said = [str(one) for one in keys.pop("_said") if one not in MGLRU_SETTINGS]
     try:
         one = _Asked.model_validate(keys)
     except ValidationError as error:
@@ -262,7 +266,8 @@ def _condition(keys: dict[str, Any], pool_bytes: int, where: str) -> Condition:
         if one.mechanism != BOOT:
             raise UnusableLab(f"{where}: {error}") from None
     named = [one.label] if one.label else [one.place, one.mechanism]
-    label = ", ".join(dict.fromkeys([*named, *said]))
+    switched = [f"MGLRU {one.mglru}"] if one.mglru else []
+    label = ", ".join(dict.fromkeys([*named, *said, *switched]))
     return Condition(label, one.place, one.mglru, memory if in_guest else None, request)
 
 
