@@ -491,9 +491,9 @@ def test_a_wall_on_a_real_v2_kernel_limits_counts_releases_and_can_be_delegated(
     assert told["left_in_root"] == []
 
 
-def test_a_lab_of_a_cgroup_with_mglru_on_and_off_and_of_a_small_boot_is_replayed_and_kept(kernel, tmp_path, capsys):
+def test_a_lab_with_mglru_on_and_off_in_a_guest_and_on_the_host_is_replayed_and_kept(kernel, tmp_path, capsys):
     data = tmp_path / "data"
-    trace = make_trace(routing(6), domain="code")
+    trace = make_trace(routing(6))
     file = DataFolder(data).trace_file(trace.metadata.trace_id)
     file.parent.mkdir(parents=True)
     write_trace(trace, file)
@@ -504,7 +504,6 @@ def test_a_lab_of_a_cgroup_with_mglru_on_and_off_and_of_a_small_boot_is_replayed
 name = "tiny"
 question = "Does a guest replay as the host does?"
 repeats = 1
-boot_overhead = "330MiB"
 [common]
 capacity = "50%"
 threads = 4
