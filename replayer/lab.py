@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 
 from replayer.experiment import StrictModel, UnusableExperiment, combinations, size_of, worded_faults
 from replayer.request import Request, UnusableReplay, check_request
-from schemas.columns import FADVICES, MECHANISMS, MGLRU_SETTINGS, OBSERVATIONS, PLACES
+from schemas.columns import FADVICES, MGLRU_SETTINGS, OBSERVATIONS, PLACES
 
 FOLDER = Path(__file__).with_name("labs")
 """Where the shipped labs lie."""
@@ -56,7 +56,7 @@ class UnusableLab(UnusableExperiment):
 class _Asked(StrictModel):
     label: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     place: Literal[PLACES]  # type: ignore[valid-type]
-    mechanism: Literal[(*MECHANISMS, BOOT)]  # type: ignore[valid-type]
+    mechanism: Literal["none", "cgroup", "balloon", "boot"]
     mglru: Literal[MGLRU_SETTINGS] | None = None  # type: ignore[valid-type]
     guest_memory: str | int = "1GiB"
     owner: Literal[OWNERS_IN_A_LAB] = "page_cache"  # type: ignore[valid-type]
@@ -274,8 +274,9 @@ def _condition(keys: dict[str, Any], pool_bytes: int, where: str) -> Condition:
 def command_of(request: Request) -> list[str]:
     """The options of `replayer replay` that ask for the request; trace, pool and data folder come beside it."""
     plain = Request()
-    if request.mechanism not in MECHANISMS:
-        request = replace(request, mechanism="none", capacity_bytes=None)
+    if request.mechanism == BOOT:
+        # Booted for the capacity as nearly as was found; what the machine leaves then is measured, not asked for.
+        request = replace(request, capacity_bytes=None)
     words = ["--device", request.destination]
     for option, value, usual in (
         ("--owner", request.owner, plain.owner),

@@ -226,6 +226,12 @@ def test_the_command_asks_for_exactly_the_request(request_):
     assert asked == request_
 
 
+def test_a_guest_made_small_is_asked_for_what_it_has():
+    words = command_of(Request(mechanism="boot", capacity_bytes=MIB, destination="none"))
+    said = _parser().parse_args(["replay", "T", "--pool", "P", *words])
+    assert (said.mechanism, said.capacity) == ("boot", None)
+
+
 def watched(code: str, limit_s=5.0, start_limit_s=5.0):
     """What a supervisor makes of a console that a shell writes in QEMU's place, and the shell's process."""
     heard: list[str] = []
