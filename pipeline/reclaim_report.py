@@ -58,10 +58,11 @@ def _agreement_findings(conditions: Sequence[Row], pairs: Sequence[Row]) -> list
     apart = sorted(
         (pair for pair in told if not pair["agrees_within_tenth"]), key=lambda pair: -abs(pair["device_over_other"] - 1)
     )
+    few = len(matched) - len(told)
     sentences = [
         f"At equal measured residency {amount(len(told) - len(apart))} of {amount(len(told))} comparisons of two "
-        f"mechanisms agree within 10\N{NARROW NO-BREAK SPACE}%; {amount(len(matched) - len(told))} more have fewer "
-        "than five repetitions and count for nothing."
+        "mechanisms agree within 10\N{NARROW NO-BREAK SPACE}%"
+        + (f"; {amount(few)} more have fewer than five repetitions and count for nothing." if few else ".")
     ]
     sentences += [_apart(pair) for pair in apart[:MAX_SENTENCES]]
     rest = len(apart) - MAX_SENTENCES
@@ -121,7 +122,8 @@ def _scan_finding(conditions: Sequence[Row]) -> str:
 
 
 def _named(row: Row) -> str:
-    return f"{row['owner']}, {row['limited_by']}"
+    read = ", statistics read after each step" if row["group_stat"] == "step" else ""
+    return f"{row['owner']} at {sized(row['capacity_bytes'])}, {row['limited_by']}{read}"
 
 
 def _conditions_grid(rows: Sequence[Row]) -> Grid:

@@ -36,8 +36,8 @@ def test_mechanisms_that_agree_and_one_that_does_not(tmp_path: Path) -> None:
         "five repetitions and count for nothing."
     ) in page
     assert (
-        "page_cache, boot with 150 B resident reads 12.5 % more than cgroup v2, but each reads as much as the other "
-        "per byte that an LRU of its own residency misses (1.00): the curve is steep there."
+        "page_cache at 400 B, boot with 150 B resident reads 12.5 % more than cgroup v2, but each reads as much as the "
+        "other per byte that an LRU of its own residency misses (1.00): the curve is steep there."
     ) in page
     assert "No run was made with MGLRU on (its state: off 0x0000), so nothing is said of it." in page
     assert "In 0 of 5 conditions more than 2 pages were scanned for each page reclaimed" in page
@@ -65,8 +65,8 @@ def test_mglru_against_the_classic_lists_flips_with_the_rows(tmp_path: Path) -> 
     more = page("more", 336, 55)
     assert "One mechanism alone limited memory here, so it is held against no other." in more
     assert (
-        "With MGLRU page_cache, balloon on the whole machine at 64 B resident reads 2.00 times what the classic lists "
-        "do, 81.0 % of the memory locked, 5.5 pages scanned a page reclaimed."
+        "With MGLRU page_cache at 400 B, balloon on the whole machine at 64 B resident reads 2.00 times what the "
+        "classic lists do, 81.0 % of the memory locked, 5.5 pages scanned a page reclaimed."
     ) in more
     assert "In 1 of 2 conditions more than 2 pages were scanned" in more
     assert "5.50, above 2" in more

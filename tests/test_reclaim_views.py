@@ -152,6 +152,17 @@ def test_other_reads_and_other_reclaim_are_not_compared(tmp_path: Path) -> None:
     assert query(data, "FROM mechanism_agreement").height == 2
 
 
+def test_a_curve_is_of_one_way_of_reading_statistics(tmp_path: Path) -> None:
+    """The same capacity read after each step is another condition: no point of the other's curve."""
+    stepped = runs("cgroup", (500,) * 5, 150, group_stat="step", **CGROUP)
+    data = built(tmp_path, *CURVE, stepped, runs("balloon", (800,) * 5, 150, group_stat=None, **BALLOON))
+    assert query(
+        data,
+        "SELECT other_group_stat, matched_by, device_over_other FROM mechanism_agreement WHERE limited_by LIKE "
+        "'balloon%' ORDER BY ALL",
+    ).rows() == [("pass", "interpolated", 1.0), ("step", "equal", 1.6)]
+
+
 def test_mglru_is_held_against_the_classic_lists_of_the_same_mechanism(tmp_path: Path) -> None:
     """The study's cell: a balloon at 81 % locked reads 2.4 times as much with MGLRU, and scans 5.5 pages a steal."""
     data = built(

@@ -227,7 +227,7 @@ SELECT
     trace_id, pool_id, owner, policy, scope, fit, admission, arena_fraction, miss_path, fadvise, threads, warm_pass,
     access_order, step_begin, step_end,
     -- What they may differ in.
-    mechanism, limited_by, is_mglru, mglru, kernel_release, virtualization, machine_id, condition_hash,
+    mechanism, limited_by, group_stat, is_mglru, mglru, kernel_release, virtualization, machine_id, condition_hash,
     quantile_disc(capacity_bytes, 0.5) AS capacity_bytes,
     quantile_disc(enforced_bytes, 0.5) AS enforced_bytes,
     count(*) AS valid_runs,
@@ -258,6 +258,8 @@ WITH paired AS (
     SELECT
         this.*,
         other.mechanism AS other_mechanism, other.limited_by AS other_limited_by, other.is_mglru AS other_is_mglru,
+        -- A curve is of one way of reading the group's statistics; without a group nobody reads any.
+        coalesce(other.group_stat, 'pass') AS other_group_stat,
         other.kernel_release AS other_kernel_release, other.virtualization AS other_virtualization,
         count(*) AS other_conditions,
         sum(other.valid_runs)::BIGINT AS other_valid_runs,
@@ -327,11 +329,11 @@ ORDER BY ALL;
 CREATE VIEW mechanism_agreement AS
 SELECT
     trace_id, pool_id, owner, policy, miss_path, fadvise, threads, warm_pass, step_begin, step_end,
-    is_mglru, mglru, limited_by, kernel_release, virtualization, capacity_bytes, valid_runs,
+    is_mglru, mglru, limited_by, group_stat, kernel_release, virtualization, capacity_bytes, valid_runs,
     resident_bytes, resident_low_bytes, resident_high_bytes,
     device_bytes, device_low_bytes, device_high_bytes, relative_spread, demand_bytes,
     scan_per_steal, scan_pages, steal_pages, scan_counter, scans_above_2, locked_share,
-    other_limited_by, other_kernel_release, other_virtualization, matched_by, matched_runs,
+    other_limited_by, other_group_stat, other_kernel_release, other_virtualization, matched_by, matched_runs,
     below_resident_bytes, above_resident_bytes, other_device_bytes, device_over_other, amplification_over_nearest,
     abs(device_over_other - 1) <= 0.1 AS agrees_within_tenth,
     -- Below five repetitions of either a difference says little: runs of one condition differ by that much.
@@ -344,7 +346,7 @@ ORDER BY ALL;
 CREATE VIEW reclaim_knee AS
 SELECT
     here.trace_id, here.pool_id, here.owner, here.policy, here.miss_path, here.fadvise, here.threads, here.warm_pass,
-    here.step_begin, here.step_end, here.limited_by, here.kernel_release, here.virtualization,
+    here.step_begin, here.step_end, here.limited_by, here.group_stat, here.kernel_release, here.virtualization,
     here.is_mglru, here.mglru, here.capacity_bytes, here.valid_runs, here.locked_share,
     here.resident_bytes, here.resident_low_bytes, here.resident_high_bytes,
     here.device_bytes, here.device_low_bytes, here.device_high_bytes, here.relative_spread, here.demand_bytes,
@@ -360,4 +362,5 @@ LEFT JOIN reclaim_pair AS pair
         = (pair.limited_by, pair.kernel_release, pair.virtualization)
     AND (pair.limited_by, pair.kernel_release, pair.virtualization)
         = (pair.other_limited_by, pair.other_kernel_release, pair.other_virtualization)
+    AND coalesce(pair.group_stat, 'pass') = pair.other_group_stat
 ORDER BY ALL;
