@@ -37,8 +37,9 @@ class ReplayFailed(ValueError):
 class Conditions:
     """What to replay: each owner at each capacity, `repeats` times.
 
-    capacity_shares: of the pool's bytes, above 0 up to 1; without a mechanism memory has no limit, so each owner is
-    replayed once. steps: `a:b` as the command line takes it, null for all. wait_s: for another replay to end.
+    capacity_shares: of the pool's bytes, above 0 up to 1; without a mechanism memory has no limit, and a booted machine
+    has the one it has, so each owner is replayed once. steps: `a:b` as the command line takes it, null for all.
+    wait_s: for another replay to end.
     """
 
     owners: Sequence[str] = ("page_cache",)
@@ -132,8 +133,8 @@ def compiling_ahead() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def _conditions(pool: Pool, wanted: Conditions, mechanism: str) -> list[tuple[str, int | None]]:
-    """(owner, capacity in bytes) of each condition; the capacity is null where nothing limits memory."""
-    if mechanism == "none":
+    """(owner, capacity in bytes) of each condition; null where nothing limits memory, or the machine as it is does."""
+    if mechanism in ("none", "boot"):
         return [(owner, None) for owner in wanted.owners]
     pool_bytes = int(pool.object_bytes.sum())
     capacities = [math.floor(Fraction(str(share)) * pool_bytes) for share in wanted.capacity_shares]
