@@ -11,7 +11,7 @@ PURE_2 := $(patsubst %,tests/test_%.py,published_values quantities queues reclai
   schemas simulate simulate_cli streams sweep trace user_cache warehouse)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-native test-pure-1 test-pure-2 types dev bench lab-setup lab format clean
+.PHONY: demo test test-native test-guests test-pure-1 test-pure-2 types dev bench lab-setup lab format clean
 
 demo: $(INSTALLED)
 	@$(BIN)/expert-tier demo
@@ -22,10 +22,14 @@ test: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target --keep-going test-native types test-pure-1 test-pure-2
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target --keep-going test-native types test-pure-1 \
+	  test-pure-2 test-guests
 
 test-native: $(INSTALLED)
-	@$(BIN)/pytest -rs $(PURE_1:%=--ignore=%) $(PURE_2:%=--ignore=%)
+	@$(BIN)/pytest -rs --ignore=tests/test_lab.py $(PURE_1:%=--ignore=%) $(PURE_2:%=--ignore=%)
+
+test-guests: $(INSTALLED)
+	@$(BIN)/pytest -rs tests/test_lab.py
 
 test-pure-1: $(INSTALLED)
 	@$(BIN)/pytest -rs $(PURE_1)
