@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,9 @@ _FOREIGN = ("sys/bus/virtio/drivers/virtio_mem", "sys/bus/vmbus/drivers/hv_ballo
 """Drivers whose hypervisor plugs and unplugs blocks itself."""
 
 _INSTEAD = "use --mechanism cgroup or balloon, or boot a smaller machine"
+_ROUNDS, _PAUSE_S = 3, 0.2
+"""How often a block is asked to go that holds something which cannot be moved now, reads in flight for example."""
+
 _NUMBERS = itertools.count()
 
 
@@ -151,12 +155,20 @@ class OfflineBlocks:
         _HELD.append(taken)
         try:
             is_tried = False
+            stayed: list[Block] = []
+            rounds = _ROUNDS
             while available() - size_bytes >= room_bytes and waiting:
                 block = waiting.pop(0)
-                if taken._take(block) and not is_tried:
+                if not taken._take(block):
+                    stayed.append(block)
+                elif not is_tried:
                     taken._try_back(block)
                     is_tried = True
                     waiting.insert(0, block)
+                if not waiting and stayed and rounds > 1:
+                    rounds -= 1
+                    time.sleep(_PAUSE_S)
+                    waiting, stayed = stayed, []
             left = available()
             if left - size_bytes >= room_bytes:
                 raise NotEnforceable(

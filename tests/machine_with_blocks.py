@@ -17,13 +17,20 @@ TAKEN_BYTES = 50 * MIB
 class MachineWithBlocks:
     """Answers writes to a block's state as the kernel does, in place of `capacity.write_word`.
 
-    busy: numbers of blocks that do not go; lost: those that do not come back; halved: those that come back in part.
+    busy: numbers of blocks that do not go; shy: that go when asked a second time; lost: those that do not come back;
+    halved: those that come back in part.
     """
 
     def __init__(
-        self, root: Path, *, busy: Collection[int] = (), lost: Collection[int] = (), halved: Collection[int] = ()
-    ):
-        self.root, self.busy, self.lost, self.halved = root, busy, lost, halved
+        self,
+        root: Path,
+        *,
+        busy: Collection[int] = (),
+        shy: Collection[int] = (),
+        lost: Collection[int] = (),
+        halved: Collection[int] = (),
+    ) -> None:
+        self.root, self.busy, self.shy, self.lost, self.halved = root, busy, set(shy), lost, halved
         self.written: list[tuple[str, str]] = []
         self.seen: list[str] = []
 
@@ -70,6 +77,9 @@ class MachineWithBlocks:
         number = int(file.parent.name.removeprefix("memory"))
         self.written.append((file.parent.name, word))
         self.seen.append("".join(state.read_text() for state in (self.root / "run/expert-tier").glob("*.json")))
+        if word == "offline" and number in self.shy:
+            self.shy.remove(number)
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
         if word == "offline" and number in self.busy:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
         if word != "offline" and number in self.lost:

@@ -428,7 +428,7 @@ def test_runs_whose_proofs_failed_are_kept_and_fail_the_check_but_not_the_asset(
         ({}, "does not say how large an expert is, so no pool can be built for it; give expert_bytes"),
         ({"expert_bytes": 8192, "capacity_shares": [1.5]}, "capacity share 1.5, wanted above 0 and at most 1"),
         ({"expert_bytes": 8192, "owners": []}, "nothing to replay"),
-        ({"expert_bytes": 8192, "mechanism": "wish"}, "mechanism 'wish', wanted one of auto, cgroup, balloon, none"),
+        ({"expert_bytes": 8192, "mechanism": "wish"}, "mechanism 'wish', wanted one of auto, cgroup, balloon, boot"),
         ({"expert_bytes": 8192, "mechanism": "none", "owners": ["me"]}, "invalid choice: 'me'"),
         ({"expert_bytes": 8192, "mechanism": "none", "steps": "90:99"}, "wanted a range inside"),
     ],

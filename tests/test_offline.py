@@ -103,6 +103,12 @@ def test_blocks_that_do_not_go_are_passed_over(make) -> None:
         assert machine.states() == "oo---o-o"
 
 
+def test_a_block_that_is_busy_for_a_moment_is_asked_again(make) -> None:
+    machine = make(busy={3}, shy={7, 6, 5, 2})
+    with take(machine, 3 * BLOCK_BYTES - TAKEN_BYTES):
+        assert machine.states() == "--oo-o--"
+
+
 def test_too_few_blocks_that_go_are_refused_and_all_are_back(make) -> None:
     machine = make(busy={0, 1, 2, 3, 4})
     with pytest.raises(NotEnforceable, match=r"3 blocks of 128\.00 MiB went offline and no other would.*movablecore="):
