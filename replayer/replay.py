@@ -166,9 +166,9 @@ def replay_together(
         raise UnusableReplay("replays in one wall, which is a cgroup of their capacities; say mechanism and capacity")
     if len({one.warm_pass for one in requests}) > 1:
         raise UnusableReplay("replays together, one with and one without a warm-up pass; say the same for both")
-    if any(one.mechanism == "balloon" for one in requests):
+    if any(one.mechanism in ("balloon", "boot", "offline") for one in requests):
         raise UnusableReplay(
-            "replays together under balloons, which would take each other's memory; say cgroup or none"
+            "replays together under balloons or on a small machine would take each other's memory; say cgroup or none"
         )
     planned = [_Tenant.of(*tenant) for tenant in tenants]
     together_id = f"together-{secrets.token_hex(4)}"

@@ -559,6 +559,15 @@ def test_replays_together_of_one_pool_are_refused(trace: Trace, pool: Pool) -> N
         replay_together([(trace, pool, request())], shares_wall=False)
 
 
+@pytest.mark.parametrize("mechanism", ["balloon", "boot"])
+def test_replays_together_that_would_take_each_others_memory_are_refused(
+    trace: Trace, pool: Pool, other: tuple[Trace, Pool], mechanism: str
+) -> None:
+    asked = request(mechanism=mechanism, capacity_bytes=CAPACITY)
+    with pytest.raises(UnusableReplay, match="would take each other's memory"):
+        replay_together([(trace, pool, asked), (*other, asked)], shares_wall=False)
+
+
 def test_when_one_of_two_replays_dies_the_other_is_stopped(
     walls: None, trace: Trace, pool: Pool, other: tuple[Trace, Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
