@@ -6,6 +6,7 @@ since an emulated processor takes longer to load it than to replay.
 """
 
 import contextlib
+import ctypes
 import io
 import json
 import os
@@ -16,14 +17,18 @@ from typing import Any
 
 from replayer.cli import main as replayer_main
 from replayer.guest import MARK
+from replayer.loop import compile_ahead
 
 _LRU_GEN = Path("/sys/kernel/mm/lru_gen/enabled")
 _MGLRU = {"on": "y", "off": "n"}
+_MCL_CURRENT, _MCL_ONFAULT = 1, 4
 
 
 def run_all(share: Path) -> int:
     """Runs what `share` asks for and is not there yet; returns 0 whatever came of the runs."""
     plan = json.loads((share / "runs.json").read_text())
+    compile_ahead()
+    lock_what_is_loaded()
     for run in plan["runs"]:
         name = str(run["name"])
         _say(f"run {name}")
@@ -35,6 +40,20 @@ def run_all(share: Path) -> int:
         beside.rename(file)
         _say(f"ran {name}, exit code {done['exit_code']}")
     return 0
+
+
+def lock_what_is_loaded() -> None:
+    """Keeps the pages of interpreter and libraries that this process has touched in memory, charged to it.
+
+    A measuring process maps the same pages. What it has to read again itself is charged to its wall, and MGLRU prefers
+    to keep mapped pages: in a wall with room for 100 MiB of experts, 14 MiB of them were left.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    if ctypes.CDLL(None, use_errno=True).mlockall(_MCL_CURRENT | _MCL_ONFAULT) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mlockall: {os.strerror(number)}")
 
 
 def _run(run: dict[str, Any], folder: Path, data: Path, numba_cache: Path) -> dict[str, Any]:
