@@ -10,6 +10,7 @@ import os
 import re
 import stat
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -285,6 +286,8 @@ def _weight_map(path: Path) -> dict[str, str]:
 def _real(path: Path) -> Path:
     try:
         real = Path(os.path.realpath(path, strict=True))
+    except UnicodeEncodeError:
+        raise MalformedCheckpoint(f"{str(path)!r}: a path that is not UTF-8; rename it") from None
     except OSError as error:
         raise MalformedCheckpoint(
             f"{path}: {(error.strerror or 'unreachable').lower()}; wanted the file itself or a link to it, so download "
@@ -310,8 +313,7 @@ def _parsed(path: Path, text: bytes, what: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         held = dict(pairs)
         if len(held) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in held if names.count(name) > 1)
+            twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
             raise MalformedCheckpoint(f"{path}: {what} names {twice[:80]!r} twice; {_DOWNLOAD}")
         return held
 
@@ -391,7 +393,7 @@ def _check_length(path: Path, tensor: Tensor, dtype: str) -> None:
     if bits is not None and _elements(tensor) * bits != 8 * tensor.length_bytes:
         raise MalformedCheckpoint(
             f"{path}: tensor {tensor.name[:80]!r} has {tensor.length_bytes} bytes, wanted "
-            f"{_elements(tensor) * bits / 8:.0f} for {dtype} of shape {list(tensor.shape)}; {_DOWNLOAD}"
+            f"{-(-_elements(tensor) * bits // 8)} for {dtype} of shape {str(list(tensor.shape))[:80]}; {_DOWNLOAD}"
         )
 
 
@@ -399,9 +401,9 @@ def _elements(tensor: Tensor) -> int:
     elements = 1
     for axis in tensor.shape:
         elements *= axis
-        # Nothing that long fits a file; more digits would cost time.
+        # Nothing that long fits a file; more digits would cost time, and a line of their own.
         if elements > 2**70:
-            break
+            return 2**70
     return elements
 
 

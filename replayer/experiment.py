@@ -11,7 +11,10 @@ which comparisons are made.
 import hashlib
 import itertools
 import json
+import math
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -51,6 +54,7 @@ MOST_ATTEMPTS = 3
 
 _MOST_REPEATS = 10_000
 _MOST_CONDITIONS = 1_000
+_MOST_FILE_BYTES = 1 << 20
 _AXES = ("label", "tenants", "streams", "baseline", "shares_wall")
 """Keys whose list is a value of its own, not one condition per item."""
 
@@ -247,6 +251,27 @@ def find(name: str) -> Path:
     )
 
 
+def read_description(path: Path) -> str:
+    """The text of an experiment's or a lab's file, which is a regular file of bounded size.
+
+    Raises:
+        UnusableExperiment: it is something else. OSError: it cannot be read.
+    """
+    # Does not wait for the other end of a pipe.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise UnusableExperiment(f"{path}: no regular file, wanted one of TOML")
+        text = file.read(_MOST_FILE_BYTES + 1)
+    if len(text) > _MOST_FILE_BYTES:
+        raise UnusableExperiment(f"{path}: more than {_MOST_FILE_BYTES:,} bytes, wanted a description in TOML")
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise UnusableExperiment(
+            f"{path}: byte {text[error.start]:#04x} at {error.start} is no UTF-8, which TOML is; save it as UTF-8"
+        ) from None
+
+
 def resolve(
     text: str,
     source: str,
@@ -345,6 +370,9 @@ def combinations(table: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Every combination of the values of keys that are lists; `_said` names the values chosen."""
     axes = {key: value for key, value in table.items() if _is_axis(key, value)}
     empty = [key for key, values in axes.items() if not values]
+    count = math.prod(len(values) for values in axes.values())
+    if count > _MOST_CONDITIONS:
+        raise UnusableExperiment(f"{where}: {count} combinations of its lists, wanted at most {_MOST_CONDITIONS}")
     if empty:
         raise UnusableExperiment(f"{where}: key {empty[0]}: wanted a value or a list of values, found an empty list")
     rest = {key: value for key, value in table.items() if key not in axes}

@@ -28,6 +28,7 @@ from replayer.experiment import (
     Part,
     blocks,
     find,
+    read_description,
     remaining,
     resolve,
     run_block,
@@ -143,7 +144,7 @@ def run_experiment(arguments: argparse.Namespace) -> int:
     if arguments.fit_machine and arguments.as_published:
         raise UnusableReplay("--fit-machine with --as-published, which ask for different sizes; leave one out")
     path = find(arguments.experiment)
-    text = path.read_text(encoding="utf-8")
+    text = read_description(path)
     traces = [read_trace(one) for one in arguments.trace]
     pools = [read_pool(one) for one in arguments.pool]
     given = _given(arguments.trace, traces, pools)

@@ -29,6 +29,7 @@ import replayer
 from replayer import lab as planning
 from replayer.capacity import remove_leftovers
 from replayer.command import Parser, count
+from replayer.experiment import read_description
 from replayer.guest import (
     PLACE,
     GuestFailed,
@@ -376,7 +377,7 @@ def _run(arguments: argparse.Namespace) -> int:
     data = DataFolder(arguments.data.resolve())
     path = planning.find(arguments.matrix)
     lab = planning.resolve(
-        path.read_text(encoding="utf-8"),
+        read_description(path),
         path.name,
         trace_id=trace.metadata.trace_id,
         pool_id=pool.pool_id,

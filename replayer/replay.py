@@ -637,7 +637,9 @@ def _hold(recording: Recording, child: "_Child") -> None:
             request,
         )
     except ValueError as error:
-        raise UnusableReplay(f"{error}") from None
+        kept = capacity - _locked_room(recording, capacity)
+        beside = f", and {kept:,} more that are kept from locked memory (--headroom takes their place)" if kept else ""
+        raise UnusableReplay(f"{error}{beside}") from None
     recording.holding = holding
     recording.arrays["held_place"][:] = holding.place
     sizes = {} if holding.sizes is None else {

@@ -715,6 +715,27 @@ def test_what_cannot_be_mapped_is_one_line_and_leaves_nothing(tmp_path, case, ca
     assert not (tmp_path / "pool").exists()
 
 
+def test_numbers_names_and_repeats_without_end_are_one_line(tmp_path, capsys):
+    def refused(said):
+        status, out, err = replayer_pool(capsys, "map", tmp_path, "--out", tmp_path / "pool")
+        assert (status, out, len(err.splitlines())) == (1, "", 1)
+        assert said in err
+        assert len(err) < 1000
+
+    def write(header):
+        (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
+
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    shape = "1" + "0" * 400
+    write(f'{{"{name}":{{"dtype":"U8","shape":[{shape}],"data_offsets":[0,64]}}}}'.encode())
+    refused("has 64 bytes, wanted 1180591620717411303424 for U8")
+    keys = ",".join(f'"{number}":0' for number in range(300_000))
+    write(f'{{{keys},"299999":0}}'.encode())
+    refused("names '299999' twice")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: "\ud800.safetensors"}}))
+    refused("a path that is not UTF-8")
+
+
 def test_overlapping_tensors_of_gguf_are_refused(tmp_path):
     content = bytearray(gguf_file([GGUF_STACK, ("b", [4, 3, 2], 0, bytes(96))]))
     # The second tensor's offset, the last number of its row.

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from replayer.experiment import (
     UnusableExperiment,
     blocks,
     find,
+    read_description,
     remaining,
     resolve,
     run_block,
@@ -192,6 +194,31 @@ def test_a_response_needs_different_capacities_and_no_baseline():
         resolved(text)
     ok = re.sub(r"(?s)\[\[condition\]\].*", '[[condition]]\ncapacity = ["50%", "10%"]\n', text)
     assert [one.label for one in resolved(ok).conditions] == ["50%", "10%"]
+
+
+def test_combinations_are_counted_before_they_are_made():
+    numbers = ", ".join(str(number) for number in range(3000))
+    with pytest.raises(UnusableExperiment, match=r"9000000 combinations of its lists, wanted at most 1000"):
+        resolved(FILE.replace("[common]", f"[common]\nseed = [{numbers}]\nat_most_steps = [{numbers}]", 1))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe\x00", "byte 0xff at 0 is no UTF-8"),
+        (b"#" * (2**20 + 1), "more than 1,048,576 bytes"),
+        (None, "no regular file"),
+    ],
+)
+def test_a_file_that_is_no_text_is_one_line(tmp_path, content, said):
+    path = tmp_path / "mine.toml"
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(UnusableExperiment, match=said) as raised:
+        read_description(path)
+    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_an_unknown_experiment_lists_what_there_is():
