@@ -669,8 +669,10 @@ def _place_of(kind: str, name: str) -> _Place | None:
     """What the name of a tensor says of a routed expert; null where it is none's."""
     words = name.split(".")
     place = _place_of_gguf(name, words) if kind == "gguf" else _place_of_safetensors(name, words)
-    if place is not None and (len(name) > _MAX_NAME or not name.isascii()):
-        raise MalformedCheckpoint(f"tensor {name[:80]!r}: wanted a name of up to {_MAX_NAME} characters of ASCII")
+    if place is not None and (len(name) > _MAX_NAME or not (name.isascii() and name.isprintable())):
+        raise MalformedCheckpoint(
+            f"tensor {name[:80]!r}: wanted a name of up to {_MAX_NAME} printable characters of ASCII"
+        )
     return place
 
 

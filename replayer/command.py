@@ -48,7 +48,7 @@ def run(
     except worded as error:
         if "--debug" in arguments:
             raise
-        print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{prog}: {'; '.join(' '.join(line.split()) for line in str(error).splitlines())}", file=sys.stderr)
         return 2 if isinstance(error, wrong_call) else 1
 
 

@@ -1,7 +1,8 @@
 """A TOML file → the conditions of an experiment, the order its cells run in, and which of them remain to run.
 
-Texts, sizes and ids in, values out: no run is made here and no result is read. What came of the runs is judged in
-`experiment_findings`; `experiment_cli` reads, runs and writes. The experiments that are shipped lie in `experiments/`.
+Texts, sizes and ids in, values out: no run is made here and no result is read; of files, only the TOML itself. What
+came of the runs is judged in `experiment_findings`; `experiment_cli` reads, runs and writes. The experiments that are
+shipped lie in `experiments/`.
 
 A condition is what a run, or several started together, is asked for; a cell is one repetition of one condition; a block
 holds each condition once. A condition belongs to a group: those that differ only in what [[condition]] says, and among
@@ -231,23 +232,24 @@ class Cell:
     repetition: int
 
 
-def shipped() -> list[str]:
+def shipped(folder: Path = FOLDER) -> list[str]:
     """Names of the experiments that come with the package, sorted."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+    return sorted(path.stem for path in folder.glob("*.toml"))
 
 
-def find(name: str) -> Path:
-    """The file of a shipped experiment, or the file of that name.
+def find(name: str, option: str = "--experiment", folder: Path = FOLDER) -> Path:
+    """The file of what is shipped in `folder` under that name, or the file of that name; `option` asked for it.
 
     Raises:
         UnusableExperiment: there is neither.
     """
-    if name in shipped():
-        return FOLDER / f"{name}.toml"
+    known = shipped(folder)
+    if name in known:
+        return folder / f"{name}.toml"
     if name.endswith(".toml"):
         return Path(name)
     raise UnusableExperiment(
-        f"--experiment {name[:80]!r}, wanted one of {', '.join(shipped())}, or a file whose name ends in .toml"
+        f"{option} {name[:80]!r}, wanted one of {', '.join(known)}, or a file whose name ends in .toml"
     )
 
 
@@ -355,19 +357,17 @@ def _expanded(entry: dict[str, Any], file: _File, sizes: str, source: str, numbe
         common = _published(common, file, where)
         entry = _published(entry, file, where)
     found = []
-    for own in combinations(entry, where):
+    for said, own in combinations(entry, where):
         given = entry.get("label")
         arm = given if isinstance(given, str) else str(own.get("owner", common.get("owner", "page_cache")))
-        said = own.pop("_said")
         label = [arm, *said] if isinstance(given, str) or not said else said
-        for shared in combinations(common, where):
-            group = shared.pop("_said")
+        for group, shared in combinations(common, where):
             found.append((_Labels(", ".join([*label, *group]), arm, ", ".join(group)), {**shared, **own}))
     return found
 
 
-def combinations(table: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Every combination of the values of keys that are lists; `_said` names the values chosen."""
+def combinations(table: dict[str, Any], where: str) -> list[tuple[list[str], dict[str, Any]]]:
+    """(names of the values chosen, the table with them) of every combination of the values of keys that are lists."""
     axes = {key: value for key, value in table.items() if _is_axis(key, value)}
     empty = [key for key, values in axes.items() if not values]
     count = math.prod(len(values) for values in axes.values())
@@ -376,14 +376,8 @@ def combinations(table: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if empty:
         raise UnusableExperiment(f"{where}: key {empty[0]}: wanted a value or a list of values, found an empty list")
     rest = {key: value for key, value in table.items() if key not in axes}
-    return [
-        {
-            **rest,
-            **dict(zip(axes, values, strict=True)),
-            "_said": [_said(key, value) for key, value in zip(axes, values, strict=True)],
-        }
-        for values in itertools.product(*axes.values())
-    ]
+    chosen = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    return [([_said(key, value) for key, value in one.items()], {**rest, **one}) for one in chosen]
 
 
 def _is_axis(key: str, value: Any) -> bool:
@@ -418,9 +412,13 @@ def _validated(listed: Sequence[_Listed], source: str) -> list[tuple[_Labels, _A
     asked, faults = [], []
     for labels, keys in listed:
         try:
-            asked.append((labels, _Asked.model_validate(keys)))
+            one = _Asked.model_validate(keys)
         except ValidationError as error:
             faults.append(worded_faults(error, f"{source}: condition {labels.label!r}", _Asked))
+        else:
+            if one.streams is not None and "trace" in one.model_fields_set:
+                faults.append(f"{source}: condition {labels.label!r}: trace and streams; say one of them")
+            asked.append((labels, one))
     if faults:
         raise UnusableExperiment("\n".join(faults))
     return asked
@@ -641,6 +639,8 @@ def _check_whole(experiment: Experiment, source: str) -> None:
         raise UnusableExperiment(f"{source}: two conditions are called {min(twice)!r}; give them different labels")
     if len(labels) < 2:
         raise UnusableExperiment(f"{source}: one condition, wanted at least two to compare")
+    if experiment.finding == "tenants" and not any(len(one.parts) > 1 for one in experiment.conditions):
+        raise UnusableExperiment(f"{source}: finding tenants, but no condition has two tenants; add [[tenant]]")
     for group, members in _groups(experiment.conditions).items():
         among = f" of group {group!r}" if group else ""
         baselines = [one for one in members if one.is_baseline]

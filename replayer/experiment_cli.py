@@ -4,7 +4,6 @@ What is asked for belongs to `experiment`, what the runs show to `experiment_fin
 """
 
 import argparse
-import contextlib
 import json
 import shlex
 import sys
@@ -13,9 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import polars as pl
-import pyarrow.parquet as pq
 
 from replayer import counters, experiment_findings
 from replayer.capacity import remove_leftovers
@@ -37,11 +33,11 @@ from replayer.experiment_findings import METRICS, Evidence
 from replayer.machine import machine_row
 from replayer.pool import Pool, pool_storages, read_pool
 from replayer.replay import Run, package_version, replay, replay_together
-from replayer.replay_cli import write_run
+from replayer.replay_cli import read_marked_runs, write_rows, write_run
 from replayer.request import UnusableReplay
 from replayer.streams import merged
 from replayer.trace import Trace, read_trace, steps_without_warmup
-from schemas.files import DataFolder, publish
+from schemas.files import DataFolder
 from schemas.tables import TABLES
 
 _SHOWN = ("step_median_ns", "device_bytes", "amplification_nominal", "held_bytes", "own_anonymous_bytes")
@@ -97,7 +93,7 @@ class _Session:
             }
             write_run(self.data, result)
             # After the run it names: a mark without its run would be a repetition that nobody can look at.
-            _write_rows(self.data.run_file("experiment_run", self.experiment.experiment_id, mark["run_id"]),
+            write_rows(self.data.run_file("experiment_run", self.experiment.experiment_id, mark["run_id"]),
                         "experiment_run", [mark])  # fmt: skip
             self.runs.append({**result.run, **mark})
             if not result.run["bytes_valid"] and result.run["status"] != "interrupted":
@@ -157,7 +153,13 @@ def run_experiment(arguments: argparse.Namespace) -> int:
     for leftover in remove_leftovers():
         print(f"replayer: {leftover}", file=sys.stderr)
     session = _Session(
-        experiment, traces, pools, data, arguments.wait, sys.stderr.isatty(), read_runs(data, experiment.experiment_id)
+        experiment,
+        traces,
+        pools,
+        data,
+        arguments.wait,
+        sys.stderr.isatty(),
+        read_marked_runs(data, "experiment_run", experiment.experiment_id),
     )
     if session.runs and not arguments.json:
         done = experiment_findings.counts(experiment.design, session.runs)
@@ -166,7 +168,7 @@ def run_experiment(arguments: argparse.Namespace) -> int:
     evidence = Evidence.of(experiment.design, session.runs)
     summary = _summarise(experiment, evidence, given.machine_id)
     for name, rows in summary.items():
-        _write_rows(data.result_file(name, experiment.experiment_id), name, rows)
+        write_rows(data.result_file(name, experiment.experiment_id), name, rows)
     if arguments.json:
         print(json.dumps(document(summary, session)))
     else:
@@ -214,21 +216,6 @@ def _given(paths: Sequence[Path], traces: Sequence[Trace], pools: Sequence[Pool]
     )
 
 
-def read_runs(data: DataFolder, experiment_id: str) -> list[dict[str, Any]]:
-    """Rows of replay_run of an experiment, each with its columns of experiment_run; a mark without its run is left out.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    found = []
-    for path in sorted((data.results / "experiment_run" / experiment_id).glob("[!.]*.parquet")):
-        (mark,) = pl.read_parquet(path).to_dicts()
-        with contextlib.suppress(FileNotFoundError):
-            (run,) = pl.read_parquet(data.run_file("replay_run", mark["trace_id"], mark["run_id"])).to_dicts()
-            found.append({**run, **mark})
-    return sorted(found, key=lambda run: (run["position"], run["run_id"]))
-
-
 def _summarise(experiment: Experiment, evidence: Evidence, machine_id: str) -> dict[str, list[dict[str, Any]]]:
     """Rows of the tables that are made anew of all runs at the end of each call."""
     name = experiment.experiment_id
@@ -272,14 +259,6 @@ def document(summary: dict[str, list[dict[str, Any]]], session: _Session) -> dic
         "by_condition": summary["experiment_condition"],
         "effects": summary["experiment_effect"],
     }
-
-
-def _write_rows(target: Path, name: str, rows: list[dict[str, Any]]) -> None:
-    from schemas.validation import validate_table
-
-    frame = validate_table(TABLES[name].frame(rows), TABLES[name])
-    with publish(target) as temporary:
-        pq.write_table(frame.to_arrow(), temporary, compression="zstd")
 
 
 def _print_summary(experiment: Experiment, evidence: Evidence, summary: dict[str, list[dict[str, Any]]]) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -274,25 +275,25 @@ def run_guest(
         GuestFailed: it did not start, refused, hung, died or ended with an exit code. OSError: no QEMU, no kernel.
     """
     (share / "script").write_text(script)
-    with tempfile.TemporaryDirectory(prefix="expert-tier-guest-") as name:
-        initrd = Path(name) / "initramfs.gz"
-        initrd.write_bytes(initramfs(kernel, len(disks)))
-        command = command_line(kernel, shape, initrd, disks, share, extra=extra)
-        begin = time.monotonic()
-        for starts in range(1, MOST_STARTS + 1):
-            if on_start is not None:
-                on_start(starts)
-            with _Watched(command, on_line) as watched:
-                failure = watched.await_end(limit_s, start_limit_s)
-            if failure is None:
-                return Outcome(starts, time.monotonic() - begin, watched.said)
-            if watched.is_up or starts == MOST_STARTS:
-                raise GuestFailed(
-                    f"guest of {format_bytes(shape.memory_bytes)}, kernel {kernel.release}, {shape.accelerator}: "
-                    f"{failure}{f', in {starts} starts' if starts > 1 else ''}; its last words: {watched.last_words()}",
-                    watched.stage,
-                    watched.tail,
-                )
+    # In the share, which whoever made it removes, also after a crash.
+    initrd = share / "initramfs.gz"
+    initrd.write_bytes(initramfs(kernel, len(disks)))
+    command = command_line(kernel, shape, initrd, disks, share, extra=extra)
+    begin = time.monotonic()
+    for starts in range(1, MOST_STARTS + 1):
+        if on_start is not None:
+            on_start(starts)
+        with _Watched(command, on_line) as watched:
+            failure = watched.await_end(limit_s, start_limit_s)
+        if failure is None:
+            return Outcome(starts, time.monotonic() - begin, watched.said)
+        if watched.is_up or starts == MOST_STARTS:
+            raise GuestFailed(
+                f"guest of {format_bytes(shape.memory_bytes)}, kernel {kernel.release}, {shape.accelerator}: "
+                f"{failure}{f', in {starts} starts' if starts > 1 else ''}; its last words: {watched.last_words()}",
+                watched.stage,
+                watched.tail,
+            )
     raise AssertionError("a guest starts at least once")
 
 
@@ -414,8 +415,4 @@ def works_with_kvm(kernel: Kernel) -> tuple[bool, str]:
 
 def environment_script(environment: Mapping[str, str]) -> str:
     """Lines of a shell that export variables."""
-    return "".join(f"export {name}={_shell(value)}\n" for name, value in environment.items())
-
-
-def _shell(word: str) -> str:
-    return "'" + word.replace("'", "'\\''") + "'"
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())

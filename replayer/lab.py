@@ -141,26 +141,6 @@ class Boot:
     cells: tuple[Cell, ...]
 
 
-def shipped() -> list[str]:
-    """Names of the labs that come with the package, sorted."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml"))
-
-
-def find(name: str) -> Path:
-    """The file of a shipped lab, or the file of that name.
-
-    Raises:
-        UnusableLab: there is neither.
-    """
-    if name in shipped():
-        return FOLDER / f"{name}.toml"
-    if name.endswith(".toml"):
-        return Path(name)
-    raise UnusableLab(
-        f"--matrix {name[:80]!r}, wanted one of {', '.join(shipped())}, or a file whose name ends in .toml"
-    )
-
-
 def resolve(
     text: str,
     source: str,
@@ -189,7 +169,7 @@ def resolve(
         # A condition is called by its values in the order of the keys here, whichever the file has.
         known = {key: keys[key] for key in _Asked.model_fields if key in keys}
         listed = combinations({**known, **keys}, where)
-        conditions += [_condition(one, pool_bytes, where) for one in listed]
+        conditions += [_condition(said, one, pool_bytes, where) for said, one in listed]
     twice = {one.label for one in conditions if sum(one.label == other.label for other in conditions) > 1}
     if twice:
         raise UnusableLab(f"{source}: several conditions are called {sorted(twice)[0]!r}; give each a label")
@@ -225,8 +205,8 @@ def resolve(
     )
 
 
-def _condition(keys: dict[str, Any], pool_bytes: int, where: str) -> Condition:
-    said = [str(one) for one in keys.pop("_said") if one not in MGLRU_SETTINGS]
+def _condition(values: list[str], keys: dict[str, Any], pool_bytes: int, where: str) -> Condition:
+    said = [one for one in values if one not in MGLRU_SETTINGS]
     try:
         one = _Asked.model_validate(keys)
     except ValidationError as error:

@@ -12,7 +12,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ import replayer
 from replayer import lab as planning
 from replayer.capacity import remove_leftovers
 from replayer.command import Parser, count
-from replayer.experiment import read_description
+from replayer.experiment import find, read_description
 from replayer.guest import (
     PLACE,
     GuestFailed,
@@ -46,8 +45,8 @@ from replayer.lab import Boot, BootLimit, Cell, Condition, Lab
 from replayer.lab_setup import check_architecture, set_up
 from replayer.pool import Pool, read_pool
 from replayer.quantities import format_bytes
-from replayer.replay import package_version, replay
-from replayer.replay_cli import write_run
+from replayer.replay import package_version, replay, terminate_as_interrupt
+from replayer.replay_cli import read_marked_runs, write_rows, write_run
 from replayer.trace import Trace, read_trace
 from schemas.columns import ACCELERATORS
 from schemas.files import DataFolder, publish
@@ -272,7 +271,7 @@ class _Session:
             **{name: marks.get(name) for name in _GUEST_COLUMNS},
         }
         # After the run it names: a mark without its run would be a repetition that nobody can look at.
-        _write_row(self.data.run_file("lab_run", self.lab.lab_id, mark["run_id"]), "lab_run", mark)
+        write_rows(self.data.run_file("lab_run", self.lab.lab_id, mark["run_id"]), "lab_run", [mark])
         self.runs.append({**run, **mark})
         if not run["bytes_valid"]:
             self.say(f"  not counted: {cell.condition}: {run['failure'] or run['bytes_reasons']}")
@@ -356,26 +355,11 @@ def publish_results(results: Path, data: DataFolder) -> dict[str, Any] | None:
     return row
 
 
-def read_lab_runs(data: DataFolder, lab_id: str) -> list[dict[str, Any]]:
-    """Rows of replay_run of a lab, each with its columns of lab_run; a mark without its run is left out.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    found = []
-    for path in sorted((data.results / "lab_run" / lab_id).glob("[!.]*.parquet")):
-        (mark,) = pl.read_parquet(path).to_dicts()
-        with contextlib.suppress(FileNotFoundError):
-            (run,) = pl.read_parquet(data.run_file("replay_run", mark["trace_id"], mark["run_id"])).to_dicts()
-            found.append({**run, **mark})
-    return sorted(found, key=lambda run: run["position"])
-
-
 def _run(arguments: argparse.Namespace) -> int:
     """Runs what remains of a lab; returns the exit code, 1 if it is not finished."""
     trace, pool = read_trace(arguments.trace), read_pool(arguments.pool)
     data = DataFolder(arguments.data.resolve())
-    path = planning.find(arguments.matrix)
+    path = find(arguments.matrix, "--matrix", planning.FOLDER)
     lab = planning.resolve(
         read_description(path),
         path.name,
@@ -389,7 +373,7 @@ def _run(arguments: argparse.Namespace) -> int:
         try:
             _run_all(session)
         finally:
-            _write_row(data.result_file("lab", lab.lab_id), "lab", _lab_row(session))
+            write_rows(data.result_file("lab", lab.lab_id), "lab", [_lab_row(session)])
     if arguments.json:
         print(json.dumps(_document(session)))
     else:
@@ -409,7 +393,7 @@ def _session(arguments: argparse.Namespace, lab: Lab, trace: Trace, pool: Pool, 
             raise OSError(f"{seen}: a guest has a {seen.parts[1]} of its own and would not see it; move it elsewhere")
     for leftover in remove_leftovers():
         print(f"replayer: {leftover}", file=sys.stderr)
-    with _alone(folder), _terminate_as_interrupt(), tempfile.TemporaryDirectory(prefix="image-", dir=folder) as name:
+    with _alone(folder), terminate_as_interrupt(), tempfile.TemporaryDirectory(prefix="image-", dir=folder) as name:
         for left in (*folder.glob("share-*"), *folder.glob("image-*")):
             if left != Path(name):
                 # Nobody else's: the folder is locked.
@@ -426,7 +410,7 @@ def _session(arguments: argparse.Namespace, lab: Lab, trace: Trace, pool: Pool, 
             wait_s=arguments.wait,
             image=Path(name) / "pool.img",
             numba_cache=folder / "numba",
-            runs=read_lab_runs(data, lab.lab_id),
+            runs=read_marked_runs(data, "lab_run", lab.lab_id),
         )
         if planning.boots(lab, planning.done_cells(lab, session.runs)) and any(
             one.place == "guest" for one in lab.conditions
@@ -450,20 +434,6 @@ def _alone(folder: Path) -> Iterator[None]:
                 errno.EWOULDBLOCK, "another lab of this data folder is going on; wait until it has ended", str(folder)
             ) from None
         yield
-
-
-@contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends a lab as Ctrl-C does, with the guest gone and its folders removed."""
-
-    def interrupt(_number: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _accelerator(asked: str, kernel: Kernel, session: _Session) -> str:
@@ -580,11 +550,3 @@ def _ranged(value: dict[str, Any] | None, unit: int) -> str:
     return "{:.{d}f} ({:.{d}f} to {:.{d}f})".format(
         *(value[name] / unit for name in ("median", "lowest", "highest")), d=digits
     )
-
-
-def _write_row(target: Path, name: str, row: dict[str, Any]) -> None:
-    from schemas.validation import validate_table
-
-    frame = validate_table(TABLES[name].frame([row]), TABLES[name])
-    with publish(target) as temporary:
-        pq.write_table(frame.to_arrow(), temporary, compression="zstd")

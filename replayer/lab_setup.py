@@ -199,6 +199,9 @@ def _private_apt(work: Path) -> Callable[[str], list[str]]:
         # As root apt would download as a user of its own, who may not write here.
         "APT::Sandbox::User": "root",
         "Acquire::Languages": "none",
+        "Acquire::Retries": "3",
+        # Else `apt-get update` ends well although no list could be fetched.
+        "APT::Update::Error-Mode": "any",
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     return lambda program: [program, *words]

@@ -128,7 +128,7 @@ def replay(
         MalformedPool: the pool or a file of it is not what its manifest says. OSError: a file cannot be opened.
     """
     tenant = _Tenant.of(trace, pool, request)
-    with _alone([pool], wait_s), _terminate_as_interrupt():
+    with _alone([pool], wait_s), terminate_as_interrupt():
         remove_leftovers()
         tenant.check_storage()
         loop.compile_ahead()
@@ -172,7 +172,7 @@ def replay_together(
         )
     planned = [_Tenant.of(*tenant) for tenant in tenants]
     together_id = f"together-{secrets.token_hex(4)}"
-    with _alone([pool for _, pool, _ in tenants], wait_s), _terminate_as_interrupt(), contextlib.ExitStack() as stack:
+    with _alone([pool for _, pool, _ in tenants], wait_s), terminate_as_interrupt(), contextlib.ExitStack() as stack:
         remove_leftovers()
         for tenant in planned:
             tenant.check_storage()
@@ -453,7 +453,7 @@ def _take(lock: Callable[[], object], deadline: float, refusal: str) -> None:
 
 
 @contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
+def terminate_as_interrupt() -> Iterator[None]:
     """SIGTERM ends a run as Ctrl-C does: with everything released and the run marked."""
 
     def interrupt(_number: int, _frame: Any) -> None:
@@ -937,6 +937,7 @@ class _Child:
             by_kernel = self.group is not None and (self.group.oom_kills() or 0) > 0
             why = (
                 "by the kernel: its memory limit did not suffice; allow more --headroom"
+                + (", or a larger --machine-bytes" if recording.request.outer_group_bytes is not None else "")
                 if by_kernel
                 else "by SIGKILL, perhaps by the kernel for want of memory"
             )

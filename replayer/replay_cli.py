@@ -1,6 +1,7 @@
 """The command `replayer replay`: arguments in, rows into the data folder, lines or one JSON document out."""
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -200,8 +201,10 @@ def _replay(arguments: argparse.Namespace) -> int:
         from replayer.experiment_cli import run_experiment
 
         return run_experiment(arguments)
-    if arguments.fit_machine or arguments.as_published:
-        raise UnusableReplay("--fit-machine and --as-published scale an --experiment; leave them out")
+    if arguments.fit_machine or arguments.as_published or arguments.experiment_seed is not None:
+        raise UnusableReplay(
+            "--fit-machine, --as-published and --experiment-seed belong to an --experiment; leave them out"
+        )
     if len(arguments.trace) > 1 or len(arguments.pool) > 1:
         raise UnusableReplay("several traces or pools belong to an --experiment; name one of each")
     request = Request(
@@ -307,6 +310,32 @@ def write_run(data: DataFolder, result: Run) -> None:
         parts.insert(0, (table.name, trace_id, run_id, []))
     for name, folder, stem, _ in parts:
         _write(data.results / name / folder / f"{stem}.parquet", frames[name])
+
+
+def write_rows(target: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    """Checks and publishes the rows of one table.
+
+    Raises:
+        ContractViolation: a row does not keep its table's contract. OSError: it cannot be written.
+    """
+    from schemas.validation import validate_table
+
+    _write(target, validate_table(TABLES[name].frame(rows), TABLES[name]))
+
+
+def read_marked_runs(data: DataFolder, table: str, name: str) -> list[dict[str, Any]]:
+    """Rows of replay_run that `table` marks as those of `name`, with its columns; a mark without its run is left out.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found = []
+    for path in sorted((data.results / table / name).glob("[!.]*.parquet")):
+        (mark,) = pl.read_parquet(path).to_dicts()
+        with contextlib.suppress(FileNotFoundError):
+            (run,) = pl.read_parquet(data.run_file("replay_run", mark["trace_id"], mark["run_id"])).to_dicts()
+            found.append({**run, **mark})
+    return sorted(found, key=lambda run: (run["position"], run["run_id"]))
 
 
 def _write(target: Path, frame: pl.DataFrame) -> None:

@@ -80,16 +80,21 @@ def check_request(request: Request) -> None:
         raise UnusableReplay(f"mechanism {request.mechanism} without --capacity or --wall; add one")
     if (owner == "user_cache") != (request.policy is not None):
         raise UnusableReplay(
-            f"owner {owner} with policy {request.policy}: user_cache has a --policy, and no other owner"
+            "owner user_cache without --policy; add one"
+            if owner == "user_cache"
+            else f"--policy with owner {owner}, wanted owner user_cache; leave it out"
         )
     if (owner == "page_cache_admission") != (request.admit is not None):
         raise UnusableReplay(
-            f"owner {owner} with admission {request.admit}: page_cache_admission has an --admit, and no other owner"
+            "owner page_cache_admission without --admit, the table of what may enter; add one"
+            if owner == "page_cache_admission"
+            else f"--admit with owner {owner}, wanted owner page_cache_admission; leave it out"
         )
     if (owner == "hybrid") != (request.arena_fraction is not None):
         raise UnusableReplay(
-            f"owner {owner} with arena fraction {request.arena_fraction}: hybrid has an --arena-fraction, and no other "
-            "owner"
+            "owner hybrid without --arena-fraction, its locked share of the capacity; add one"
+            if owner == "hybrid"
+            else f"--arena-fraction with owner {owner}, wanted owner hybrid; leave it out"
         )
     if request.arena_fraction is not None and not 0 < request.arena_fraction < 1:
         raise UnusableReplay(f"--arena-fraction {request.arena_fraction}, wanted above 0 and below 1")

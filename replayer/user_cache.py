@@ -8,6 +8,7 @@ measuring process imports this, so it touches no files and no frames. Reading in
 Letters: O objects, C caches, S slots, A accesses.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -236,10 +237,8 @@ class Decider:
         self._stage = stage
         self._words = np.array(_words(stage), dtype=np.int64)
         signature = types.int64(types.CPointer(numba.typeof(stage)), types.int64)
-        self._function: Any = numba.cfunc(signature, cache=True)(_DECIDES[policy])
-        address = self._function.address
-        assert address is not None, "it is compiled"
-        self.function_address = int(address)
+        self._function = _compiled(policy, signature)
+        self.function_address = int(self._function.address)
         self.stage_address = int(self._words.ctypes.data)
 
     def decide(self, event: int) -> None:
@@ -250,6 +249,12 @@ class Decider:
         """
         if self._function.ctypes(self.stage_address, event) != DECIDED:
             raise RuntimeError(f"event {event}: the policy holds what no slot does")
+
+
+@functools.cache
+def _compiled(policy: str, signature: Any) -> Any:
+    """The function of a policy, loaded once: what is loaded under a memory limit is charged to it."""
+    return numba.cfunc(signature, cache=True)(_DECIDES[policy])
 
 
 def rehearse(policy: str, next_time: npt.NDArray[Any] | None) -> None:

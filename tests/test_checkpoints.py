@@ -729,6 +729,8 @@ def test_numbers_names_and_repeats_without_end_are_one_line(tmp_path, capsys):
     shape = "1" + "0" * 400
     write(f'{{"{name}":{{"dtype":"U8","shape":[{shape}],"data_offsets":[0,64]}}}}'.encode())
     refused("has 64 bytes, wanted 1180591620717411303424 for U8")
+    write(json.dumps({f"{name}\n\x1b[31mX": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}}).encode())
+    refused(r"'model.layers.0.mlp.experts.0.up_proj.weight\n\x1b[31mX': wanted a name of up to")
     keys = ",".join(f'"{number}":0' for number in range(300_000))
     write(f'{{{keys},"299999":0}}'.encode())
     refused("names '299999' twice")

@@ -43,6 +43,7 @@ from replayer.experiment_findings import (
     paragraph,
     wall_difference,
 )
+from replayer.replay_cli import read_marked_runs
 from schemas.documents import ExperimentOutcome
 from schemas.files import DataFolder
 from schemas.tables import TABLES
@@ -173,6 +174,9 @@ def test_traces_are_named_by_place_or_by_the_beginning_of_their_id_and_streams_a
         ('owner = ["restream", "uncached"]', 'tenants = ["me"]', "wanted different names of [[tenant]]"),
         ('finding = "comparison"', 'finding = "comparison"\norder = "pairs"', "wants two conditions, found 3"),
         ("[common]", "[common", "mine.toml: no TOML: "),
+        ("[common]", '[common]\n_said = "k"', "key _said, wanted one of"),
+        ("baseline = true", "baseline = true\ntrace = 0\nstreams = [0, 1]", "trace and streams; say one of them"),
+        ('finding = "comparison"', 'finding = "tenants"', "finding tenants, but no condition has two tenants"),
         ('"50%"', '"90GiB"', "wants 90.00 GiB of memory, but this machine has 20.00 GiB available; add --fit-machine"),
     ],
 )  # fmt: skip
@@ -650,7 +654,7 @@ def test_an_experiment_is_run_judged_and_gone_on_with(made, tmp_path, capsys):
     assert (more.experiment_id, more.started_runs, more.runs) == (outcome.experiment_id, 2, 6)
     assert [one.run_id for one in more.by_run[:4]] == [one.run_id for one in outcome.by_run]
     data = DataFolder(tmp_path)
-    assert len(experiment_cli.read_runs(data, outcome.experiment_id)) == 6
+    assert len(read_marked_runs(data, "experiment_run", outcome.experiment_id)) == 6
     for name in ("experiment", "experiment_condition", "experiment_effect"):
         assert data.result_file(name, outcome.experiment_id).is_file()
 

@@ -20,23 +20,22 @@ import pytest
 from replayer import guest, lab_cli, lab_setup
 from replayer.cli import _parser
 from replayer.cli import main as replayer_main
-from replayer.experiment import UnusableExperiment
+from replayer.experiment import UnusableExperiment, find, shipped
 from replayer.guest import PLACE, GuestFailed, Kernel, Shape, _Watched
 from replayer.lab import (
+    FOLDER,
     MOST_CALIBRATIONS,
     BootLimit,
     Cell,
-    UnusableLab,
     boot_limit,
     boots,
     calibrations,
     command_of,
     done_cells,
-    find,
     resolve,
-    shipped,
     wanted_cells,
 )
+from replayer.replay_cli import read_marked_runs
 from replayer.request import Request
 from schemas.documents import LabOutcome
 from schemas.files import DataFolder
@@ -124,10 +123,10 @@ def test_a_malformed_lab_is_refused_by_what_is_wrong(change, words):
 
 
 def test_shipped_labs_resolve_and_unknown_ones_are_refused():
-    for name in shipped():
-        assert small(find(name).read_text()).name == name
-    with pytest.raises(UnusableLab, match="wanted one of mechanisms"):
-        find("mechanism")
+    for name in shipped(FOLDER):
+        assert small(find(name, "--matrix", FOLDER).read_text()).name == name
+    with pytest.raises(UnusableExperiment, match=r"--matrix 'mechanism', wanted one of mechanisms"):
+        find("mechanism", "--matrix", FOLDER)
 
 
 def test_cells_that_need_the_same_command_line_share_a_boot_and_all_cells_are_planned_once():
@@ -542,7 +541,7 @@ mechanism = "cgroup"
     assert (status, outcome.finished, outcome.valid_runs) == (0, True, 3), said.err
     assert {run.compiled_files for run in outcome.by_run if run.place == "guest"} == {0}
     assert len({run.boot_id for run in outcome.by_run if run.place == "guest"}) == 1
-    rows = {row["condition"]: row for row in lab_cli.read_lab_runs(DataFolder(data), outcome.lab_id)}
+    rows = {row["condition"]: row for row in read_marked_runs(DataFolder(data), "lab_run", outcome.lab_id)}
     states = {}
     for label, row in rows.items():
         machine = pl.read_parquet(DataFolder(data).result_file("machine", row["machine_id"])).to_dicts()[0]

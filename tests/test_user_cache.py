@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replayer import policies
+from replayer import policies, user_cache
 from replayer.caches import Caches, Events
 from replayer.loop import Decisions, Schedule
 from replayer.policies import Parameters, kernel_of, knows_future
@@ -141,6 +141,18 @@ def test_bookkeeping_is_counted() -> None:
     cache = UserCache("lru", walked.sizes("lru", 6), region_address=ADDRESS)
     parts = [*cache.slots, cache.slot_address, *cache.state, cache.caches.admits]
     assert cache.metadata_bytes == sum(part.nbytes for part in parts)
+
+
+@pytest.mark.parametrize("policy", ["lru", "belady_bypass"])
+def test_what_is_rehearsed_is_what_runs(policy: str) -> None:
+    """Else code would be compiled, or loaded, inside a memory limit."""
+    walked = Walked(seed=0, steps=2, scope="layer")
+    future = walked.future if knows_future(policy) else None
+    user_cache.rehearse(policy, future)
+    known = user_cache._compiled.cache_info().misses
+    cache = UserCache(policy, walked.sizes(policy, 8), region_address=ADDRESS, counts=walked.counts)
+    assert list(walked.decided(cache, future))
+    assert user_cache._compiled.cache_info().misses == known
 
 
 def test_every_kernel_says_who_is_resident() -> None:
