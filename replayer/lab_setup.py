@@ -73,7 +73,8 @@ def set_up(folder: Path, say: Callable[[str], None]) -> None:
             )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".lab-setup-", dir=folder.parent) as name:
-        work = Path(name)
+        # Not as it was said: apt is told of folders, and runs in one of them.
+        work = Path(name).resolve()
         apt = _private_apt(work)
         say("reading the package lists of this machine's own mirror")
         _run([*apt("apt-get"), "update", "-qq"], work)

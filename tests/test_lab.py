@@ -507,6 +507,27 @@ def test_a_wall_on_a_real_v2_kernel_limits_counts_releases_and_can_be_delegated(
     assert told["left_in_root"] == []
 
 
+def test_apt_finds_its_folders_however_the_kernels_folder_is_said(tmp_path, monkeypatch):
+    asked = []
+
+    def run(command, folder, environment=None):
+        asked.append(command)
+        raise lab_setup.SetupRefused("no network in this test")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lab_setup, "check_architecture", lambda: None)
+    monkeypatch.setattr(lab_setup.shutil, "which", lambda program: f"/bin/{program}")
+    monkeypatch.setattr(lab_setup, "_os_release", lambda: {"ID": "debian", "VERSION_CODENAME": "bookworm"})
+    monkeypatch.setattr(lab_setup, "_source_texts", lambda: ["deb http://mirror.example/debian bookworm main\n"])
+    monkeypatch.setattr(lab_setup, "_run", run)
+    with pytest.raises(lab_setup.SetupRefused, match="no network"):
+        lab_setup.set_up(Path("data/lab/kernel"), lambda line: None)
+    folders = [word.partition("=")[2] for word in asked[0] if word.startswith("Dir::")]
+    assert len(folders) == 4
+    assert all(Path(folder).is_absolute() for folder in folders)
+    assert list((tmp_path / "data" / "lab").iterdir()) == []
+
+
 def test_a_lab_with_mglru_on_and_off_in_a_guest_and_on_the_host_is_replayed_and_kept(kernel, tmp_path, capsys):
     data = tmp_path / "data"
     trace = make_trace(routing(6))

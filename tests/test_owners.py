@@ -288,11 +288,14 @@ def test_wall_below_the_own_memory_is_refused(walls: None, trace: Trace, pool: P
     [
         ({"owner": "arena"}, r"owner arena without --capacity or --wall"),
         ({"capacity_bytes": MIB}, r"--mechanism none takes no --capacity"),
-        ({"owner": "user_cache", "capacity_bytes": MIB}, r"user_cache has a --policy"),
-        ({"owner": "arena", "capacity_bytes": MIB, "policy": "lru"}, r"user_cache has a --policy"),
-        ({"owner": "hybrid", "capacity_bytes": MIB}, r"hybrid has an --arena-fraction"),
+        ({"owner": "user_cache", "capacity_bytes": MIB}, r"owner user_cache without --policy; add one"),
+        (
+            {"owner": "arena", "capacity_bytes": MIB, "policy": "lru"},
+            r"--policy with owner arena, wanted owner user_cache",
+        ),
+        ({"owner": "hybrid", "capacity_bytes": MIB}, r"owner hybrid without --arena-fraction"),
         ({"owner": "hybrid", "capacity_bytes": MIB, "arena_fraction": 1.0}, r"wanted above 0 and below 1"),
-        ({"owner": "page_cache_admission"}, r"page_cache_admission has an --admit"),
+        ({"owner": "page_cache_admission"}, r"page_cache_admission without --admit"),
         ({"owner": "page_cache_admission", "admit": "same:top:4", "miss_path": "buffered"}, r"would admit all"),
         ({"miss_path": "direct"}, r"--miss-path with owner page_cache"),
         ({"owner": "user_cache", "policy": "lru", "capacity_bytes": MIB, "miss_path": "buffered"}, r"by O_DIRECT"),
