@@ -291,7 +291,7 @@ def test_wall_below_the_own_memory_is_refused(walls: None, trace: Trace, pool: P
         ({"owner": "user_cache", "capacity_bytes": MIB}, r"owner user_cache without --policy; add one"),
         (
             {"owner": "arena", "capacity_bytes": MIB, "policy": "lru"},
-            r"--policy with owner arena, wanted owner user_cache",
+            r"--policy with owner arena, wanted owner user",
         ),
         ({"owner": "hybrid", "capacity_bytes": MIB}, r"owner hybrid without --arena-fraction"),
         ({"owner": "hybrid", "capacity_bytes": MIB, "arena_fraction": 1.0}, r"wanted above 0 and below 1"),
