@@ -134,10 +134,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Boot:
-    """Cells that run in one guest, in this order; guest_memory_bytes null: on the host, one cell."""
+    """Cells that run in one guest, in this order; guest_memory_bytes null: on the host, one cell.
+
+    boot_capacity_bytes, boot_mglru: of a guest whose kernel is told of less memory, what that is to leave under which
+    setting; null for all others. The kernel keeps more back with MGLRU than without, so each setting has its `mem=`.
+    """
 
     guest_memory_bytes: int | None
     boot_capacity_bytes: int | None
+    boot_mglru: str | None
     cells: tuple[Cell, ...]
 
 
@@ -287,7 +292,7 @@ def boots(lab: Lab, done: Collection[Cell]) -> list[Boot]:
         generator = np.random.default_rng([lab.seed, block])
         repetitions = range(first, min(first + lab.repetitions_per_boot, lab.repeats))
         units: list[Boot] = []
-        for (memory, capacity), members in _by_guest(lab.conditions).items():
+        for (memory, capacity, mglru), members in _by_guest(lab.conditions).items():
             # Each repetition holds every condition once, so that neighbours in time are of different conditions.
             ordered = [
                 Cell(members[place].label, repetition)
@@ -295,21 +300,27 @@ def boots(lab: Lab, done: Collection[Cell]) -> list[Boot]:
                 for place in generator.permutation(len(members))
             ]
             together = [ordered] if memory is not None else [[cell] for cell in ordered]
-            units += [Boot(memory, capacity, tuple(cells)) for cells in together]
+            units += [Boot(memory, capacity, mglru, tuple(cells)) for cells in together]
         for place in generator.permutation(len(units)):
             unit = units[place]
             left = tuple(cell for cell in unit.cells if cell not in done)
             if left:
-                found.append(Boot(unit.guest_memory_bytes, unit.boot_capacity_bytes, left))
+                found.append(replace(unit, cells=left))
     return found
 
 
-def _by_guest(conditions: Sequence[Condition]) -> dict[tuple[int | None, int | None], list[Condition]]:
-    found: dict[tuple[int | None, int | None], list[Condition]] = {}
+_Guest = tuple[int | None, int | None, str | None]
+
+
+def _by_guest(conditions: Sequence[Condition]) -> dict[_Guest, list[Condition]]:
+    found: dict[_Guest, list[Condition]] = {}
     for one in conditions:
-        capacity = one.request.capacity_bytes if one.boots_small else None
-        found.setdefault((one.guest_memory_bytes, capacity), []).append(one)
+        found.setdefault(_guest_of(one), []).append(one)
     return found
+
+
+def _guest_of(one: Condition) -> _Guest:
+    return (one.guest_memory_bytes, *((one.request.capacity_bytes, one.mglru) if one.boots_small else (None, None)))
 
 
 @dataclass(frozen=True)
@@ -347,8 +358,7 @@ def calibrations(lab: Lab, boot: Boot, runs: Iterable[Mapping[str, Any]]) -> lis
     labels = {
         one.label
         for one in lab.conditions
-        if one.boots_small
-        and (one.guest_memory_bytes, one.request.capacity_bytes) == (boot.guest_memory_bytes, boot.boot_capacity_bytes)
+        if one.boots_small and _guest_of(one) == (boot.guest_memory_bytes, boot.boot_capacity_bytes, boot.boot_mglru)
     }
     return [
         (int(run["boot_limit_bytes"]), int(run["resident_median_bytes"]))

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -147,7 +147,7 @@ class _Session:
         if boot.boot_capacity_bytes is not None:
             limit = planning.boot_limit(self.lab, boot, planning.calibrations(self.lab, boot, self.runs))
             while not limit.is_settled:
-                trial = Boot(boot.guest_memory_bytes, boot.boot_capacity_bytes, (Cell(boot.cells[0].condition, None),))
+                trial = replace(boot, cells=(Cell(boot.cells[0].condition, None),))
                 known = len(planning.calibrations(self.lab, boot, self.runs))
                 self._run_guest(trial, limit.limit_bytes)
                 observed = planning.calibrations(self.lab, boot, self.runs)
@@ -225,7 +225,8 @@ class _Session:
             condition = self.lab.condition(cell.condition)
             argv = ["replay", str(self.trace_file), "--pool", f"{PLACE}/disk0", *planning.command_of(condition.request)]
             runs.append({"name": name, "mglru": condition.mglru, "argv": argv})
-        return {"data": f"{_OWN}/data", "numba": f"{_OWN}/numba", "runs": runs}
+        warm_up = ["replay", str(self.trace_file), "--pool", f"{PLACE}/disk0", "--device", "none", "--steps", "0:1"]
+        return {"data": f"{_OWN}/data", "numba": f"{_OWN}/numba", "warm_up": warm_up, "runs": runs}
 
     def _script(self) -> str:
         environment = guest_environment()
@@ -234,6 +235,7 @@ class _Session:
             # With large pages at hand a kernel keeps 44 MiB free even of 1 GiB, and a balloon cannot know how much of
             # that is used in the end; the machine's row has what is kept.
             + f"echo {_MIN_FREE_KIB} > /proc/sys/vm/min_free_kbytes || exit 1\n"
+            + "mount -t debugfs debugfs /sys/kernel/debug || exit 1\n"
             + f"mkdir -p {_OWN}/numba\n"
             # numba takes a cache only where it may write, and the host's is not for guests to write to.
             + f"cp -a {shlex.quote(str(self.numba_cache))}/. {_OWN}/numba/\n"

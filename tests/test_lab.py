@@ -139,8 +139,10 @@ def test_cells_that_need_the_same_command_line_share_a_boot_and_all_cells_are_pl
         conditions = [lab.condition(cell.condition) for cell in boot.cells]
         assert len({one.place for one in conditions}) == 1
         assert {one.guest_memory_bytes for one in conditions} == {boot.guest_memory_bytes}
-        small_ones = {one.request.capacity_bytes if one.boots_small else None for one in conditions}
-        assert small_ones == {boot.boot_capacity_bytes}
+        small_ones = {
+            (one.request.capacity_bytes, one.mglru) if one.boots_small else (None, None) for one in conditions
+        }
+        assert small_ones == {(boot.boot_capacity_bytes, boot.boot_mglru)}
         # A repetition of its own boot each, unless the lab says otherwise.
         assert len({cell.repetition for cell in boot.cells}) == 1
     assert [len(boot.cells) for boot in planned if boot.boot_capacity_bytes is None and boot.guest_memory_bytes] == [
@@ -194,9 +196,10 @@ def test_the_limit_of_a_small_boot_is_found_by_measuring():
 
 def test_calibrating_runs_are_those_of_the_same_guest_that_are_valid():
     lab = small()
-    boot = next(one for one in boots(lab, set()) if one.boot_capacity_bytes == 64 * MIB)
+    boot = next(one for one in boots(lab, set()) if (one.boot_capacity_bytes, one.boot_mglru) == (64 * MIB, "on"))
     rows = [
-        run_row("guest, boot, 25%, MGLRU off", None, boot_limit_bytes=300 * MIB, resident_median_bytes=70 * MIB),
+        run_row("guest, boot, 25%, MGLRU on", None, boot_limit_bytes=300 * MIB, resident_median_bytes=70 * MIB),
+        run_row("guest, boot, 25%, MGLRU off", None, boot_limit_bytes=310 * MIB, resident_median_bytes=63 * MIB),
         run_row("guest, boot, 25%, MGLRU on", None, boot_limit_bytes=290 * MIB, resident_median_bytes=65 * MIB),
         run_row("guest, boot, 25%, MGLRU on", 0, boot_limit_bytes=290 * MIB),
         run_row("guest, boot, 50%, MGLRU on", None, boot_limit_bytes=400 * MIB),
