@@ -383,8 +383,11 @@ def test_files_are_opened_for_each_access_where_too_few_may_stay_open(
     assert failed(run) == set()
     assert (usual.run["files_stay_open"], run.run["files_stay_open"]) == (True, False)
     # Files of many experts, read in no order: without the advice of random reads there would be readahead.
-    for name in ("consumed_digest", "device_bytes", "missing_bytes", "arena_hits", "direct_bytes", "overshoot_bytes"):
+    for name in ("consumed_digest", "arena_hits", "direct_bytes", "overshoot_bytes"):
         assert run.run[name] == usual.run[name], name
+    for name in ("device_bytes", "missing_bytes"):
+        # A machine that pages out what lies idle takes a few pages of a cached pool between two passes.
+        assert abs(run.run[name] - usual.run[name]) <= 16 * 4096, name
 
 
 def test_owner_that_maps_needs_its_files_open(trace: Trace, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
