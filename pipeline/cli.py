@@ -18,6 +18,7 @@ from typing import Any
 
 import polars as pl
 
+from pipeline.bundle import UnusableBundle, add_bundle, shipped, write_bundle
 from pipeline.dumps.blocks import MalformedDump, RefusedDump
 from pipeline.ingest import Ingested, WrongMetadata, ingest, inspect, read_user_metadata
 from pipeline.replays import Conditions, ReplayFailed, compiling_ahead, pool_of, replay_all, usable_mechanism
@@ -122,6 +123,14 @@ def _parser() -> argparse.ArgumentParser:
         "Why LRU falls under a static table at tiny budgets: synthetic routes replayed both ways, in every order.",
     )
     command.add_argument("--json", action="store_true", help="print one JSON document")
+
+    command = add("bundle", _bundle, "Writes the results of a lab into a folder that another data folder can take.")
+    command.add_argument("lab", metavar="LAB_ID", help="as the table lab names it")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder; made if need be")
+    command.add_argument("--made-by", default="make lab", metavar="COMMAND", help="what remakes the results")
+
+    command = add("unbundle", _unbundle, "Adds a lab's results that were measured elsewhere; then: expert-tier run.")
+    command.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="default: those that are shipped")
 
     command = add("query", _query, "Asks the warehouse in DuckDB SQL; the file is opened read-only.")
     command.add_argument("sql", nargs="?", metavar="SQL")
@@ -357,12 +366,28 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _bundle(arguments: argparse.Namespace) -> int:
+    rows = write_bundle(_folder(arguments), arguments.lab, arguments.out, made_by=arguments.made_by)
+    print(f"{arguments.out}: {rows['replay_run']:,} runs of {arguments.lab}")
+    return 0
+
+
+def _unbundle(arguments: argparse.Namespace) -> int:
+    data = _folder(arguments)
+    for folder in [arguments.folder] if arguments.folder else shipped():
+        lab_id = add_bundle(folder, data)
+        print(f"{folder.name}: {'there already' if lab_id is None else f'{lab_id} added'}")
+    return 0
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     data = _folder(arguments)
     with resources.as_file(resources.files("pipeline") / "sample") as sample:
         dumps = sorted(sample.glob("*.gz"))
         with _Progress("ingesting the bundled sample"):
             done = [ingest(path, data, read_user_metadata(path)) for path in dumps]
+    for bundle in shipped():
+        add_bundle(bundle, data)
     native = _NativeDemo(data, done[0].metadata.trace_id)
     with compiling_ahead() as compiler:
 
@@ -526,7 +551,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     wrong_call: tuple[type[Exception], ...] = (WrongCall, WrongMetadata)
     failed: tuple[type[Exception], ...] = (
-        MalformedDump, RefusedDump, MalformedTrace, ContractViolation, UnknownTrace, WorkFailed,
+        MalformedDump, RefusedDump, MalformedTrace, ContractViolation, UnknownTrace, UnusableBundle, WorkFailed,
     )  # fmt: skip
     from warehouse.build import QueryFailed, WarehouseMissing
 

@@ -21,6 +21,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter
 from pipeline.experiment_report import experiments
 from pipeline.inversion import COMMAND as INVERSION_COMMAND
 from pipeline.inversion import inversion_block
+from pipeline.lab_report import VIEWS as LAB_VIEWS
+from pipeline.lab_report import lab_blocks
 from pipeline.page import (
     Block,
     Cell,
@@ -166,7 +168,7 @@ def write_report(data_dir: Path) -> Path:
         warehouse.build.QueryFailed: the warehouse cannot be opened, or an older version built it.
         OSError: the page cannot be written.
     """
-    page = render_report(read_tables(data_dir, views=RECLAIM_VIEWS))
+    page = render_report(read_tables(data_dir, views=(*RECLAIM_VIEWS, *LAB_VIEWS)))
     file = DataFolder(data_dir).report
     remove_stale(file.parent)
     with publish(file) as temporary:
@@ -175,7 +177,7 @@ def write_report(data_dir: Path) -> Path:
 
 
 def render_report(tables: dict[str, pl.DataFrame]) -> str:
-    """The page for these tables, and the views of `reclaim_report` where they are among them.
+    """The page for these tables, and the views of `reclaim_report` and `lab_report` where they are among them.
 
     The same tables give the same bytes.
     """
@@ -201,6 +203,7 @@ def render_report(tables: dict[str, pl.DataFrame]) -> str:
         inversion_command=f"{INVERSION_COMMAND} && expert-tier run",
         native=native_runs(tables, plots),
         reclaim=reclaim_blocks(tables),
+        labs=lab_blocks(tables),
         experiments=experiments(tables),
         colours=COLOURS,
     )
