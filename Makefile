@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PORT ?= 3000
 # Tests that replay nothing natively and time nothing, in two parts; all others need the machine's one lock.
-PURE_1 := $(patsubst %,tests/test_%.py,accounting bad_dumps boundaries canonical checkpoints cli curves disclosure docs \
-  dumps experiment_report graph hit_curves hostile intervals inversion lab_report libcachesim locality lookahead policies priorities)
-PURE_2 := $(patsubst %,tests/test_%.py,published_values quantities queues reclaim_report reclaim_views report sample \
-  schemas simulate simulate_cli streams sweep trace user_cache warehouse)
+PURE_1 := $(patsubst %,tests/test_%.py,accounting bad_dumps boundaries canonical checkpoints curves disclosure docs \
+  dumps experiment_report hit_curves hostile intervals inversion libcachesim locality lookahead policies priorities)
+PURE_2 := $(patsubst %,tests/test_%.py,lab_report published_values quantities queues reclaim_report reclaim_views report \
+  sample schemas simulate simulate_cli streams sweep trace user_cache warehouse)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test test-native test-guests test-pure-1 test-pure-2 types dev bench lab-setup lab format clean

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline import assets, automation, results
 from pipeline.automation import new_dumps
-from pipeline.definitions import defs, materialize_all
+from pipeline.definitions import defs, materialize_all, materialize_trace
 from pipeline.ingest import ingest, read_user_metadata
 from pipeline.inversion import PARTITION, SyntheticRouter, inversion_rows, synthetic_trace
 from pipeline.results import PER_TRACE_TABLES, stale_traces
@@ -98,7 +98,7 @@ def test_a_dump_goes_all_the_way_to_warehouse_and_report_and_a_second_run_gives_
     assert list(stale_traces(data)) == []
     assert first in data.report.read_text()
     before = {name: pl.read_parquet(data.result_file(name, first)) for name in PER_TRACE_TABLES}
-    assert materialize(data, [first]) == []
+    assert materialize_trace(data, first) == []
     assert all(before[name].equals(pl.read_parquet(data.result_file(name, first))) for name in PER_TRACE_TABLES)
 
 

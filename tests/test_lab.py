@@ -617,7 +617,7 @@ def test_a_kernel_that_does_not_boot_is_tried_a_few_times(kernel, tmp_path, monk
     with pytest.raises(GuestFailed, match="in 2 starts; its last words"):
         guest.run_guest(
             guest.read_kernel(broken), Shape(256 * MIB), disks=[], share=tmp_path, script="true", limit_s=20,
-            start_limit_s=8, on_start=starts.append,
+            start_limit_s=3, on_start=starts.append,
         )  # fmt: skip
     assert starts == [1, 2]
     assert qemus() == set()

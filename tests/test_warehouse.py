@@ -382,7 +382,8 @@ def test_relations_are_listed_with_question_and_rows(tmp_path):
     assert set(views) == {
         "policy_comparison", "policy_ranking", "belady_gap", "nominal_misses", "lookahead_summary", "trace_unknowns",
         "replay_summary", "quarantined_runs",
-        "native_vs_simulated", "reclaim_condition", "reclaim_pair", "mechanism_agreement", "reclaim_knee", "routing",
+        "native_vs_simulated", "reclaim_condition", "reclaim_pair", "mechanism_agreement", "reclaim_knee", "lab_matrix",
+        "routing",
     }  # fmt: skip
     assert all(view["comment"].endswith("?") for view in views.values())
     assert (views["policy_comparison"]["rows"], views["routing"]["rows"]) == (1, 1)
