@@ -386,8 +386,6 @@ def _demo(arguments: argparse.Namespace) -> int:
         dumps = sorted(sample.glob("*.gz"))
         with _Progress("ingesting the bundled sample"):
             done = [ingest(path, data, read_user_metadata(path)) for path in dumps]
-    for bundle in shipped():
-        add_bundle(bundle, data)
     native = _NativeDemo(data, done[0].metadata.trace_id)
     with compiling_ahead() as compiler:
 
@@ -513,6 +511,7 @@ def _answer(data: DataFolder, done: Sequence[Ingested]) -> list[str]:
 def _places(data: DataFolder) -> list[str]:
     return [
         "The sample is a toy model: no conclusion about big models follows from these numbers.",
+        "kernel lab, as measured elsewhere: expert-tier unbundle, then expert-tier run",
         f"warehouse: {data.warehouse}",
         f"report:    {data.report}",
     ]

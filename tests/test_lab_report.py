@@ -101,6 +101,8 @@ def test_mechanisms_agree_or_not_as_the_rows_say(tmp_path: Path) -> None:
     near = page("near", 105)
     assert "Asked for 1.00 kB, 2 ways of limiting memory without MGLRU agree within a tenth" in near
     assert "from 1.020 (wall) to 1.050 (balloon), 1.029 times as much." in near
+    # Not again among the native replays of this machine.
+    assert "of them quarantined" not in near
     far = page("far", 204)
     assert "2 ways of limiting memory without MGLRU do not agree within a tenth" in far
     assert "2.000 times as much" in far
