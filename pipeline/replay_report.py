@@ -36,9 +36,7 @@ class NativeRuns:
 
 def native_runs(tables: dict[str, pl.DataFrame], plots: Plots) -> NativeRuns | None:
     """The section for these tables; null where no native run was made but those of labs, which have a section."""
-    runs = (
-        tables["replay_run"].join(tables["lab_run"], on="run_id", how="anti").sort("started_at", "run_id").to_dicts()
-    )
+    runs = tables["replay_run"].join(tables["lab_run"], on="run_id", how="anti").sort("started_at", "run_id").to_dicts()
     if not runs:
         return None
     valid = [run for run in runs if run["bytes_valid"]]
