@@ -12,8 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import polars as pl
+import pyarrow as pa
 import pyarrow.parquet as pq
 
+from replayer.lab import asked_bytes
 from schemas.files import DataFolder, publish
 from schemas.tables import TABLES
 from schemas.validation import ContractViolation, validate_table
@@ -88,6 +90,10 @@ def add_bundle(folder: Path, data: DataFolder) -> str | None:
     for one in ids:
         if not _ID.fullmatch(one):
             raise UnusableBundle(f"{folder}: id {one!r}, wanted letters, digits, dots, dashes; the bundle is damaged")
+    try:
+        asked_bytes(tables["lab"]["definition"].item())
+    except ValueError as error:
+        raise UnusableBundle(f"{folder}: {error}; the bundle is damaged") from None
     if data.result_file("lab", lab_id).is_file():
         return None
     for name, key in _BY_ID.items():
@@ -109,7 +115,7 @@ def shipped() -> list[Path]:
 def _of(data: DataFolder, name: str) -> pl.DataFrame:
     """All rows of a table among the results."""
     files = sorted((data.results / name).glob("*/[!.]*.parquet"))
-    return pl.concat([pl.read_parquet(file) for file in files]) if files else TABLES[name].frame([])
+    return pl.concat([_frame(file) for file in files]) if files else TABLES[name].frame([])
 
 
 def _read(folder: Path, name: str) -> pl.DataFrame:
@@ -121,20 +127,27 @@ def _read(folder: Path, name: str) -> pl.DataFrame:
         size = sum(footer.row_group(group).total_byte_size for group in range(footer.num_row_groups))
         if size > 4 * _MOST_BYTES:
             raise UnusableBundle(f"{file}: {size:,} bytes once unpacked, wanted at most {4 * _MOST_BYTES:,}")
-        frame = pl.read_parquet(file)
     except FileNotFoundError:
         raise UnusableBundle(f"{file}: not there; wanted a folder that expert-tier bundle wrote") from None
-    except (pl.exceptions.PolarsError, ValueError, OSError) as error:
-        if isinstance(error, UnusableBundle):
-            raise
-        words = " ".join(str(error).split())[:200]
-        raise UnusableBundle(f"{file}: unreadable ({words}); write the bundle again") from None
+    except pa.ArrowInvalid as error:
+        raise UnusableBundle(f"{file}: unreadable ({_words(error)}); write it again") from None
     try:
-        return validate_table(frame, TABLES[name])
+        return validate_table(_frame(file), TABLES[name])
     except ContractViolation as violation:
         raise UnusableBundle(
             f"{file}: {str(violation)[:300]}; damaged, or of another version: write the bundle again"
         ) from None
+
+
+def _frame(file: Path) -> pl.DataFrame:
+    try:
+        return pl.read_parquet(file)
+    except pl.exceptions.PolarsError as error:
+        raise UnusableBundle(f"{file}: unreadable ({_words(error)}); write it again") from None
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _write(frame: pl.DataFrame, file: Path) -> None:

@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("bundle", _bundle, "Writes the results of a lab into a folder that another data folder can take.")
     command.add_argument("lab", metavar="LAB_ID", help="as the table lab names it")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder; made if need be")
-    command.add_argument("--made-by", default="make lab", metavar="COMMAND", help="what remakes the results")
+    command.add_argument("--made-by", required=True, metavar="COMMAND", help="what remakes the results")
 
     command = add("unbundle", _unbundle, "Adds a lab's results that were measured elsewhere; then: expert-tier run.")
     command.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="default: those that are shipped")

@@ -4,13 +4,13 @@ It shows the view `lab_matrix`; capacities that were asked for come from the lab
 small by its boot was asked for none.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import polars as pl
 
 from pipeline.page import Block, Cell, Grid, Row, amount, listed, percent, plural, sized
+from replayer.lab import asked_bytes
 
 VIEWS = ("lab_matrix",)
 """What the section is made of."""
@@ -35,7 +35,7 @@ def lab_blocks(tables: Mapping[str, pl.DataFrame]) -> list[Block]:
 
 def _in_order(lab: Row, rows: Sequence[Row]) -> list[Row]:
     """The rows with the capacity that their condition asks for, smallest first, in the order of the definition."""
-    asked = {one["label"]: one["request"]["capacity_bytes"] for one in json.loads(lab["definition"])["conditions"]}
+    asked = asked_bytes(lab["definition"])
     place = {label: number for number, label in enumerate(asked)}
     with_capacity = [{**row, "asked_bytes": asked.get(row["condition"])} for row in rows]
     return sorted(with_capacity, key=lambda row: (row["asked_bytes"] or 0, place.get(row["condition"], 0)))

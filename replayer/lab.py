@@ -256,6 +256,18 @@ def _condition(values: list[str], keys: dict[str, Any], pool_bytes: int, where: 
     return Condition(label, one.place, one.mglru, memory if in_guest else None, request)
 
 
+def asked_bytes(definition: str) -> dict[str, int | None]:
+    """The capacity that each condition of a lab asks for, by label, in the definition's order.
+
+    Raises:
+        ValueError: the text is no definition of a lab.
+    """
+    try:
+        return {one["label"]: one["request"]["capacity_bytes"] for one in json.loads(definition)["conditions"]}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"no definition of a lab: {definition[:100]!r}") from None
+
+
 def command_of(request: Request) -> list[str]:
     """The options of `replayer replay` that ask for the request; trace, pool and data folder come beside it."""
     plain = Request()
@@ -345,7 +357,8 @@ def boot_limit(lab: Lab, boot: Boot, observed: Sequence[tuple[int, int]]) -> Boo
     if abs(resident - capacity) <= CALIBRATED_WITHIN * capacity or len(observed) >= MOST_CALIBRATIONS:
         return BootLimit(limit, True)
     proposed = _rounded(limit + capacity - resident, boot)
-    return BootLimit(proposed, proposed in [one for one, _ in observed])
+    # Where the next one was measured already and is worse, the search goes round in a circle.
+    return BootLimit(limit, True) if proposed in [one for one, _ in observed] else BootLimit(proposed, False)
 
 
 def _rounded(size_bytes: int, boot: Boot) -> int:

@@ -203,6 +203,8 @@ class _Session:
                 elif kind == "ran" and run in waiting:
                     # At once, so that whatever ends this process costs one run at most.
                     keep(run)
+                elif kind == "warm-up":
+                    self.say(f"  {line}")
 
             try:
                 run_guest(

@@ -37,7 +37,9 @@ def run_all(share: Path) -> int:
     compile_ahead()
     # Read and written once before the first run counts: what Python loads for a first result stays in memory, and a
     # boot's later runs would have less of it than the one that `mem=` was found by.
-    _replay(plan["warm_up"], Path(plan["data"]))
+    exit_code, _, errors = _replay(plan["warm_up"], Path(plan["data"]))
+    if exit_code:
+        _say(f"warm-up ended with code {exit_code}: {' '.join(errors.split())[-200:]}")
     lock_what_is_touched(also_later=False)
     _FAULT_AROUND.write_text(around)
     for run in plan["runs"]:

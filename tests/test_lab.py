@@ -194,6 +194,14 @@ def test_the_limit_of_a_small_boot_is_found_by_measuring():
     assert boot_limit(lab, boot, [(192 * MIB, 400 * MIB)]) == BootLimit(192 * MIB, True)
 
 
+def test_a_search_for_the_limit_that_goes_round_ends_at_the_nearest_it_has_seen():
+    lab = small()
+    boot = next(one for one in boots(lab, set()) if one.boot_capacity_bytes == 128 * MIB)
+    # More memory left less: the next to try is the one that was worse.
+    observed = [(400 * MIB, 115 * MIB), (413 * MIB, 100 * MIB)]
+    assert boot_limit(lab, boot, observed) == BootLimit(400 * MIB, True)
+
+
 def test_calibrating_runs_are_those_of_the_same_guest_that_are_valid():
     lab = small()
     boot = next(one for one in boots(lab, set()) if (one.boot_capacity_bytes, one.boot_mglru) == (64 * MIB, "on"))
@@ -563,6 +571,7 @@ mechanism = "cgroup"
     said = capsys.readouterr()
     outcome = LabOutcome.model_validate_json(said.out)
     assert (status, outcome.finished, outcome.valid_runs) == (0, True, 3), said.err
+    assert "warm-up" not in said.err
     assert {run.compiled_files for run in outcome.by_run if run.place == "guest"} == {0}
     assert len({run.boot_id for run in outcome.by_run if run.place == "guest"}) == 1
     rows = {row["condition"]: row for row in read_marked_runs(DataFolder(data), "lab_run", outcome.lab_id)}

@@ -162,7 +162,8 @@ def test_a_bundle_brings_the_same_rows_to_another_data_folder(tmp_path: Path, ca
     stranger = data.result_file("replay_run", "stranger")
     stranger.parent.mkdir()
     TABLES["replay_run"].frame([{**ROWS["replay_run"], "run_id": "stranger"}]).write_parquet(stranger)
-    assert main(["bundle", "tiny-1", "--out", str(tmp_path / "out"), "--data", str(data.root)]) == 0
+    call = ["bundle", "tiny-1", "--out", str(tmp_path / "out"), "--made-by", "make lab", "--data", str(data.root)]
+    assert main(call) == 0
     other = DataFolder(tmp_path / "there")
     for said in ("out: tiny-1 added\n", "out: there already\n"):
         capsys.readouterr()
@@ -188,6 +189,7 @@ def test_a_lab_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         ("machine", {"machine_id": "../../escaped"}, "id '../../escaped', wanted letters"),
         ("lab", {"lab_id": ".."}, "id '..', wanted letters"),
+        ("lab", {"definition": '{"conditions": 7}'}, "no definition of a lab"),
         ("replay_run", {"bytes_valid": None}, "replay_run"),
         ("lab_run", None, "lab_run.parquet: not there; wanted a folder that expert-tier bundle wrote"),
         ("pool", b"PAR1 is not all of it", "pool.parquet: unreadable"),
@@ -215,6 +217,15 @@ def test_a_damaged_bundle_is_one_line_and_adds_nothing(
     assert said.count("\n") == 1
     assert not (tmp_path / "there").exists()
     assert not (tmp_path / "escaped").exists()
+
+
+def test_a_damaged_result_is_named_and_no_bundle_is_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    data = written(tmp_path / "here", condition("wall", FIVE, 100, mechanism="cgroup"), is_whole=True)
+    data.result_file("replay_run", "here").write_bytes(b"PAR1 is not all of it")
+    call = ["bundle", "tiny-1", "--out", str(tmp_path / "out"), "--made-by", "make lab", "--data", str(data.root)]
+    assert main(call) == 1
+    assert "part.parquet: unreadable" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_shipped_bundles_can_be_added_and_asked(tmp_path: Path) -> None:

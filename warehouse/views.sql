@@ -221,6 +221,8 @@ WITH measured AS (
     LEFT JOIN replay_reclaim AS reclaim ON reclaim.run_id = run.run_id AND reclaim.step_id IS NULL
     WHERE run.bytes_valid AND run.together_id IS NULL AND run.device_bytes IS NOT NULL
         AND run.resident_median_bytes IS NOT NULL
+        -- Runs that a lab made to find mem= by are no repetitions.
+        AND NOT EXISTS (FROM lab_run AS mark WHERE mark.run_id = run.run_id AND mark.repetition IS NULL)
 )
 SELECT
     -- What two conditions must share to be compared: the same reads, asked for in the same way.
