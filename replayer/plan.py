@@ -1,9 +1,9 @@
 """Lookahead plans: which experts somebody named for an event before it ran, and a Parquet file of that.
 
 Anybody may write such a file: one row per target event with `event_id, issued_after_event_id, expert_ids` and, if
-known, `layer_id` and `scores`. No row: nothing is said about that event; an empty list: nothing is needed. In: a file
-and the trace it is for, out: `Plan`. Who makes plans belongs to the pipeline, what they are worth to `prefetch`, and how
-they are delivered to `advice`.
+known, `layer_id` and `scores`. No row: nothing is said about that event; an empty list: nothing is needed. In: a file,
+the trace it is for; out: `Plan`. Who makes plans belongs to the pipeline, what they are worth to `prefetch`, how they
+are delivered to `advice`.
 
 Letters: N events of the trace, M ids of the plan.
 """
