@@ -56,7 +56,7 @@ class UnusableLab(UnusableExperiment):
 class _Asked(StrictModel):
     label: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     place: Literal[PLACES]  # type: ignore[valid-type]
-    mechanism: Literal["none", "cgroup", "balloon", "boot", "offline"]
+    mechanism: Literal["none", "cgroup", "balloon", "boot"]
     mglru: Literal[MGLRU_SETTINGS] | None = None  # type: ignore[valid-type]
     guest_memory: str | int = "1GiB"
     owner: Literal[OWNERS_IN_A_LAB] = "page_cache"  # type: ignore[valid-type]
@@ -219,10 +219,6 @@ def _condition(values: list[str], keys: dict[str, Any], pool_bytes: int, where: 
     in_guest = one.place == "guest"
     if not in_guest and (one.mglru is not None or one.mechanism == BOOT):
         raise UnusableLab(f"{where}: place host with mglru or mechanism boot, which are set in a guest; leave them out")
-    if not in_guest and one.mechanism == "offline":
-        raise UnusableLab(
-            f"{where}: place host with mechanism offline, which a lab does to guests alone; make it a guest"
-        )
 
     def sized(key: str) -> int | None:
         value = getattr(one, key)
@@ -246,7 +242,6 @@ def _condition(values: list[str], keys: dict[str, Any], pool_bytes: int, where: 
         observe=one.observe,
         steps=(int(begin) if begin else None, int(end) if end else None),
         allow_thrash=one.allow_thrash,
-        offline_memory_blocks=one.mechanism == "offline",
     )
     if one.mechanism == BOOT and request.capacity_bytes is None:
         raise UnusableLab(f"{where}: mechanism boot without capacity, by which the guest is made small; add it")
@@ -295,8 +290,7 @@ def command_of(request: Request) -> list[str]:
     begin, end = request.steps
     if begin is not None or end is not None:
         words += ["--steps", f"{'' if begin is None else begin}:{'' if end is None else end}"]
-    switches = [("--allow-thrash", request.allow_thrash), ("--offline-memory-blocks", request.offline_memory_blocks)]
-    return [*words, *(switch for switch, is_set in switches if is_set)]
+    return [*words, "--allow-thrash"] if request.allow_thrash else words
 
 
 def boots(lab: Lab, done: Collection[Cell]) -> list[Boot]:
