@@ -342,6 +342,7 @@ _REPLAY_DESCRIPTIONS = {
     "replay_run": "Native replays against a pool of files, with memory limited where the machine allows it.",
     "replay_step": "What each step of a native replay read, waited for and left resident.",
     "replay_reclaim": "What the kernel counted of reclaim, faults and pressure in each step and in the whole pass.",
+    "replay_delivery": "What became of the hints of a lookahead plan.",
     "replay_node": "What each memory node of the machine held when a native replay ended.",
     "replay_layer": "Measured residency of each layer's accesses, beside the simulated one.",
     "replay_proof": "What each native replay was held against.",

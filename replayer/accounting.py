@@ -4,7 +4,7 @@ Every quantity is defined by its column in `schemas.columns`. What the numbers m
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,9 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from replayer import counters
+from replayer.advice import Planned
 from replayer.caches import Caches, Events
 from replayer.holdings import Choice, Holding
-from replayer.loop import DIRECT, HELD
+from replayer.loop import (
+    COMPLETED,
+    DIRECT,
+    DROPPED,
+    HELD,
+    HINT_COMPLETED,
+    HINT_IN_FLIGHT,
+    OVERWRITTEN,
+    SUBMITTED,
+)
 from replayer.nodes import Nodes
 from replayer.owners import ReadPlan, holds_memory, reads_directly
 from replayer.pool import Pool
@@ -26,6 +36,8 @@ from replayer.trace import Trace, Walk, steps_without_warmup
 IntArray = npt.NDArray[np.int64]
 
 DEVICE_BYTES_COUNTER = "read_bytes of /proc/self/task/*/io, demand threads"
+DEVICE_BYTES_COUNTER_HINTED = "read_bytes of /proc/self/task/*/io, demand threads and the hints' worker"
+DEVICE_BYTES_COUNTER_PROCESS = "read_bytes of /proc/self/io, whole process"
 
 
 _MEASURED = (
@@ -83,6 +95,7 @@ class Recording:
     pool: Pool
     reads: ReadPlan
     choice: Choice
+    planned: Planned | None
     miss_path: str | None
     walk: Walk
     page_bytes: int
@@ -106,6 +119,8 @@ class Recording:
     arena_bytes: int | None = None
     preload_ns: int | None = None
     decide_ns: int | None = None
+    delivery_error: int | None = None
+    piece_bytes: int | None = None
     files_stay_open: bool | None = None
     cold: dict[str, Any] | None = None
     warm: dict[str, Any] | None = None
@@ -123,6 +138,21 @@ class Recording:
     def capacity_bytes(self) -> int | None:
         """What was asked for, or what a wall that was asked for leaves; null without a limit, or before it is known."""
         return self.limits.capacity_bytes if self.request.capacity_bytes is None else self.request.capacity_bytes
+
+    @property
+    def device_bytes_counter(self) -> str:
+        """What the device's bytes are counted by."""
+        if self.request.delivery == "uring":
+            # The kernel reads for it in threads of its own, too.
+            return DEVICE_BYTES_COUNTER_PROCESS
+        return DEVICE_BYTES_COUNTER if self.planned is None else DEVICE_BYTES_COUNTER_HINTED
+
+    def device_bytes_of(self, texts: Mapping[str, str | bytes | None]) -> int | None:
+        """What the threads that read the pool have had read from the device, by the texts of their counters."""
+        if self.device_bytes_counter == DEVICE_BYTES_COUNTER_PROCESS:
+            return sum_of_read_bytes(texts, ["io"])
+        numbers = range(self.request.threads + (self.planned is not None))
+        return sum_of_read_bytes(texts, [f"thread_io {number}" for number in numbers])
 
     @property
     def num_steps(self) -> int:
@@ -182,14 +212,12 @@ class Recording:
         """(ended steps,) what the demand threads had read from the device; null if the kernel does not count it."""
         if self.before is None:
             return None
-        last = device_bytes_of(self.before["text"], self.request.threads)
-        totals = []
-        for step in range(self.ended_steps):
-            texts = {
-                f"thread_io {number}": self.step_text(step, f"thread_io {number}")
-                for number in range(self.request.threads)
-            }
-            totals.append(device_bytes_of(texts, self.request.threads))
+        last = self.device_bytes_of(self.before["text"])
+        names = [name for name, _ in self.step_counters if name == "io" or name.startswith("thread_io ")]
+        totals = [
+            self.device_bytes_of({name: self.step_text(step, name) for name in names})
+            for step in range(self.ended_steps)
+        ]
         if last is None or any(total is None for total in totals):
             return None
         counted = np.array([last, *totals], dtype=np.int64)
@@ -243,11 +271,11 @@ def text_of(snapshot: dict[str, Any] | None, name: str) -> bytes | None:
     return None if text is None else text.encode()
 
 
-def device_bytes_of(texts: Mapping[str, str | bytes | None], threads: int) -> int | None:
-    """Sum of read_bytes over the demand threads."""
+def sum_of_read_bytes(texts: Mapping[str, str | bytes | None], names: Sequence[str]) -> int | None:
+    """Sum of read_bytes over counter files of /proc/*/io; null if one was not there."""
     total = 0
-    for number in range(threads):
-        text = texts.get(f"thread_io {number}")
+    for name in names:
+        text = texts.get(name)
         parsed = counters.parse_io(text.encode() if isinstance(text, str) else text)
         if parsed is None or "read_bytes" not in parsed:
             return None
@@ -331,11 +359,10 @@ def has_readahead(request: Request) -> bool:
 
 
 def _warm_device_bytes(recording: Recording) -> int | None:
-    threads = recording.request.threads
     if recording.cold is None or recording.warm is None:
         return None
-    first = device_bytes_of(recording.cold["text"], threads)
-    last = device_bytes_of(recording.warm["text"], threads)
+    first = recording.device_bytes_of(recording.cold["text"])
+    last = recording.device_bytes_of(recording.warm["text"])
     return None if first is None or last is None else last - first
 
 
@@ -349,8 +376,8 @@ def _counted(recording: Recording) -> dict[str, Any]:
     missing_bytes = int(arrays["missing_pages"][partial | absent].sum()) * recording.page_bytes
     device_bytes = own_fault_bytes = neighbor_bytes = None
     if recording.before is not None and recording.after is not None:
-        first = device_bytes_of(recording.before["text"], request.threads)
-        last = device_bytes_of(recording.after["text"], request.threads)
+        first = recording.device_bytes_of(recording.before["text"])
+        last = recording.device_bytes_of(recording.after["text"])
         process_bytes = between(recording, "io", counters.parse_io, lambda io: io.get("read_bytes"))
         if first is not None and last is not None:
             device_bytes = last - first
@@ -367,7 +394,7 @@ def _counted(recording: Recording) -> dict[str, Any]:
     beyond = None if device_bytes is None or not all_observed else device_bytes - direct_bytes - cached_missing
     all_direct = reads_directly(request.owner, recording.miss_path)
     readahead = has_readahead(request) and not all_direct
-    exact = not readahead and not all_direct
+    exact = not readahead and not all_direct and recording.planned is None
     held = int(np.count_nonzero(recording.served(HELD)))
     return {
         "reads": int(np.count_nonzero(returned == sizes)),
@@ -381,9 +408,9 @@ def _counted(recording: Recording) -> dict[str, Any]:
         "missing_bytes": missing_bytes if all_observed else None,
         "direct_bytes": direct_bytes,
         "device_bytes": device_bytes,
-        "device_bytes_counter": None if device_bytes is None else DEVICE_BYTES_COUNTER,
+        "device_bytes_counter": None if device_bytes is None else recording.device_bytes_counter,
         "own_fault_bytes": own_fault_bytes,
-        "overshoot_bytes": beyond if readahead else None,
+        "overshoot_bytes": beyond if readahead and recording.planned is None else None,
         "raced_pages": beyond // recording.page_bytes if exact and beyond is not None else None,
         "neighbor_bytes": neighbor_bytes,
         "consumed_digest": f"{int(arrays['digest'].sum(dtype=np.uint64)):016x}"
@@ -391,6 +418,43 @@ def _counted(recording: Recording) -> dict[str, Any]:
         else None,
         "checked_bytes": int(arrays["checked_words"].sum()) * 8,
     }
+
+
+def delivery_columns(recording: Recording) -> dict[str, Any] | None:
+    """Columns of replay_delivery that are counted; null where nothing was delivered, or measured."""
+    planned, arrays = recording.planned, recording.arrays
+    if planned is None or not recording.measured:
+        return None
+    state, mailbox = arrays["hints_state"], arrays["hints_mailbox"]
+    delivered = (state == HINT_COMPLETED) | (state == HINT_IN_FLIGHT)
+    hit, partial, absent = recording.classes
+    named = named_accesses(recording)
+    seen = named & (hit | partial | absent)
+    return {
+        "hints": len(planned.event),
+        "hints_submitted": int(mailbox[SUBMITTED]),
+        "hints_completed": int(mailbox[COMPLETED]),
+        "hints_overwritten": int(mailbox[OVERWRITTEN]),
+        "hints_dropped": int(mailbox[DROPPED]),
+        "hints_in_flight": int(np.count_nonzero(state == HINT_IN_FLIGHT)),
+        "hinted_missing_bytes": int(arrays["hints_hint_missing_pages"].sum()) * recording.page_bytes,
+        "hinted_read_bytes": int(arrays["hints_hint_grown_pages"].sum()) * recording.page_bytes,
+        "hint_ns": int((arrays["hints_hint_end_ns"] - arrays["hints_hint_begin_ns"])[delivered].sum()),
+        "named_accesses": int(np.count_nonzero(seen)),
+        "named_hits": int(np.count_nonzero(seen & hit)),
+    }
+
+
+def named_accesses(recording: Recording) -> npt.NDArray[np.bool_]:
+    """(A,) accesses whose expert a hint for their event named, whatever became of the hint."""
+    planned, walk = recording.planned, recording.walk
+    if planned is None:
+        return np.zeros(len(walk.objects), dtype=bool)
+    width = np.int64(recording.pool.num_objects)
+    of_id = np.repeat(planned.event, np.diff(planned.hint_first_object))
+    accesses = recording.access_event * width + walk.objects
+    named: npt.NDArray[np.bool_] = np.isin(accesses, of_id * width + planned.hint_objects)
+    return named
 
 
 def _timed(recording: Recording) -> dict[str, Any]:

@@ -109,3 +109,8 @@ def steps(text: str) -> tuple[int | None, int | None]:
     ):
         raise argparse.ArgumentTypeError(f"{text[:40]!r}, wanted a:b, for example 0:400")
     return int(begin) if begin else None, int(end) if end else None
+
+
+def split(text: str) -> str | int:
+    """`auto`, `none`, or bytes, for argparse."""
+    return text if text in ("auto", "none") else byte_size(text)

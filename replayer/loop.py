@@ -44,6 +44,11 @@ VERIFY_NONE, VERIFY_EDGES, VERIFY_ALL = range(3)
 STOP, QUIT_EVEN, QUIT_ODD, EVENTS_DONE, FAILED_ACCESS, ARRIVED, FAILED_DECISION = range(7)
 """Slots of `control`: STOP is set from outside, EVENTS_DONE, FAILED_ACCESS (access + 1) and FAILED_DECISION (event + 1)
 by the loop; ARRIVED counts threads that ended an event, where the last of them decides the next one."""
+SLOT, TAKEN, PUT, QUIT, SUBMITTED, OVERWRITTEN, DROPPED, COMPLETED = range(8)
+"""Slots of `mailbox`: SLOT holds a hint + 1, or 0; TAKEN and PUT count hints out of and into the queue; QUIT tells the
+worker to end; the others count hints: the first three by the thread that hands them over, COMPLETED by the worker."""
+NOT_ISSUED, HINT_COMPLETED, HINT_OVERWRITTEN, HINT_DROPPED, HINT_IN_FLIGHT = range(5)
+"""What became of a hint."""
 DECIDED = 1
 """What a decider gives; not 0, which it gives when its code raises."""
 
@@ -59,7 +64,7 @@ _c_preadv2: Any = types.ExternalFunction(
     "preadv2", types.int64(types.int32, types.int64, types.int32, types.int64, types.int32)
 )
 _c_open: Any = types.ExternalFunction("open", types.int32(types.int64, types.int32))
-_c_close: Any = types.ExternalFunction("close", types.int32(types.int32))
+c_close: Any = types.ExternalFunction("close", types.int32(types.int32))
 _c_mmap: Any = types.ExternalFunction(
     "mmap", types.int64(types.int64, types.int64, types.int32, types.int32, types.int32, types.int64)
 )
@@ -69,10 +74,11 @@ _c_fadvise: Any = types.ExternalFunction(
     "posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32)
 )
 _c_clock: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
-_c_errno: Any = types.ExternalFunction("__errno_location", types.int64())
-_c_syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 5))
+c_errno: Any = types.ExternalFunction("__errno_location", types.int64())
+c_syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 _c_mincore: Any = types.ExternalFunction("mincore", types.int32(types.int64, types.int64, types.int64))
 _c_barrier_wait: Any = types.ExternalFunction("pthread_barrier_wait", types.int32(types.int64))
+c_sem_post: Any = types.ExternalFunction("sem_post", types.int32(types.int64))
 
 
 class Schedule(NamedTuple):
@@ -162,6 +168,27 @@ class Decisions(NamedTuple):
     was_hit: npt.NDArray[np.uint8]
 
 
+class Hints(NamedTuple):
+    """What a lookahead plan says, in the order of its issue, and what became of it. H hints, Q places of the queue.
+
+    place_first_hint: (N + 2,), hints issued before the first event, then after each event; hint_first_object: (H + 1,);
+    hint_objects: objects named, most wanted first. state: (H,) uint8, NOT_ISSUED …; missing_pages, grown_pages: (H,)
+    of the objects before delivery, and how many more of them were resident after it; hint_begin_ns, hint_end_ns: (H,).
+    queue: (Q,) int64 of a ring; mailbox: see SLOT.
+    """
+
+    place_first_hint: npt.NDArray[np.int64]
+    hint_first_object: npt.NDArray[np.int64]
+    hint_objects: npt.NDArray[np.int32]
+    state: npt.NDArray[np.uint8]
+    hint_missing_pages: npt.NDArray[np.int64]
+    hint_grown_pages: npt.NDArray[np.int64]
+    hint_begin_ns: npt.NDArray[np.int64]
+    hint_end_ns: npt.NDArray[np.int64]
+    queue: npt.NDArray[np.int64]
+    mailbox: npt.NDArray[np.int64]
+
+
 class Setting(NamedTuple):
     """How the loop runs; whole numbers, so that one compiled function serves every setting.
 
@@ -170,7 +197,9 @@ class Setting(NamedTuple):
     decisions of an event and gives DECIDED, 0 where no policy decides; page_bytes; residency: RESIDENCY_…;
     advice: POSIX_FADV_… of a file that is opened by name, −1 for none; observe_every: 1 = each access, 0 = none;
     announce_bytes: pieces in which a read is announced (POSIX_FADV_WILLNEED) right before it, 0 = not; verify:
-    VERIFY_…; copy, synchronize: addresses of cudaMemcpyAsync and cudaStreamSynchronize or the like, 0 for none.
+    VERIFY_…; copy, synchronize: addresses of cudaMemcpyAsync and cudaStreamSynchronize or the like, 0 for none;
+    hint_semaphore: address of the sem_t that wakes the worker who delivers hints, 0 for none; hint_slots: places of
+    its queue, 0 for one slot that a newer hint overwrites.
     """
 
     barrier: int
@@ -184,6 +213,8 @@ class Setting(NamedTuple):
     verify: int
     copy: int
     synchronize: int
+    hint_semaphore: int
+    hint_slots: int
 
 
 class Destinations(NamedTuple):
@@ -212,6 +243,16 @@ def _type_add(typingctx: Any, address: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
         return builder.atomic_rmw("add", pointer, arguments[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+def _type_exchange(typingctx: Any, address: Any, value: Any) -> Any:
+    """Atomically stores the int64 at `address`; the value before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("xchg", pointer, arguments[1], "acq_rel")
 
     return types.int64(types.int64, types.int64), generate
 
@@ -270,9 +311,10 @@ def _type_call_decide(typingctx: Any, function: Any, stage: Any, event: Any) -> 
 
 
 # Called in compiled code with values where the definitions name types.
-_add: Any = intrinsic(_type_add)
-_load: Any = intrinsic(_type_load)
-_load32: Any = intrinsic(_type_load32)
+add_to_word: Any = intrinsic(_type_add)
+exchange: Any = intrinsic(_type_exchange)
+load_word: Any = intrinsic(_type_load)
+load_int: Any = intrinsic(_type_load32)
 _call_copy: Any = intrinsic(_type_call_copy)
 _call_synchronize: Any = intrinsic(_type_call_synchronize)
 _call_decide: Any = intrinsic(_type_call_decide)
@@ -292,7 +334,7 @@ def _opened(name, flags):  # type: ignore[no-untyped-def]
         fd = _c_open(name, np.int32(_OPEN_FLAGS | flags))
         if fd >= 0:
             return np.int64(fd)
-        number = np.int64(_load32(_c_errno()))
+        number = np.int64(load_int(c_errno()))
         if number != _EINTR:
             return -number
 
@@ -307,14 +349,14 @@ def _cached(fd, offset, length, map_address, residency, page_bytes, scratch, vec
         words[0] = first
         words[1] = end - first
         address = scratch.ctypes.data
-        if _c_syscall(_CACHESTAT, np.int64(fd), address, address + 16, 0) != 0:
-            return -np.int64(_load32(_c_errno()))
+        if c_syscall(_CACHESTAT, np.int64(fd), address, address + 16, 0, 0, 0) != 0:
+            return -np.int64(load_int(c_errno()))
         return words[2]
     resident = np.int64(0)
     while first < end:
         pages = min(len(vector), (end - first) // page_bytes)
         if _c_mincore(map_address + first, pages * page_bytes, vector.ctypes.data) != 0:
-            return -np.int64(_load32(_c_errno()))
+            return -np.int64(load_int(c_errno()))
         for page in range(pages):
             resident += vector[page] & 1
         first += pages * page_bytes
@@ -335,12 +377,12 @@ def _cached_in(file, offset, length, extents, residency, page_bytes, scratch, ve
         # 1, 1: PROT_READ, MAP_SHARED
         map_address = _c_mmap(0, size, np.int32(1), np.int32(1), np.int32(fd), 0)
     if map_address == -1:
-        found = -np.int64(_load32(_c_errno()))
+        found = -np.int64(load_int(c_errno()))
     else:
         found = _cached(fd, offset, length, map_address, residency, page_bytes, scratch, vector)
         if residency == RESIDENCY_MINCORE:
             _c_munmap(map_address, size)
-    _c_close(np.int32(fd))
+    c_close(np.int32(fd))
     return found
 
 
@@ -361,7 +403,7 @@ def resident_pages(extents, first, stride, residency, page_bytes, scratch, vecto
 
 
 @numba.njit(cache=True, nogil=True)
-def _read(fd, address, length, offset, needed, flags, scratch):  # type: ignore[no-untyped-def]
+def read_at(fd, address, length, offset, needed, flags, scratch):  # type: ignore[no-untyped-def]
     """Bytes read of `length`, at least `needed` unless the file ends before; negative errno on failure."""
     got = np.int64(0)
     while got < needed:
@@ -373,7 +415,7 @@ def _read(fd, address, length, offset, needed, flags, scratch):  # type: ignore[
             vector[1] = length - got
             count = _c_preadv2(fd, vector.ctypes.data, np.int32(1), offset + got, np.int32(flags))
         if count < 0:
-            number = np.int64(_load32(_c_errno()))
+            number = np.int64(load_int(c_errno()))
             if number == _EINTR:
                 continue
             if number == _EINVAL and got > 0:
@@ -431,9 +473,8 @@ def _verify(thread, event, obj, slot, extents, schedule, results, setting, scrat
 
 
 @numba.njit(cache=True, nogil=True)
-def _observe(thread, access, obj, extents, results, setting, destinations, clock):  # type: ignore[no-untyped-def]
-    """Notes how many pages of an object are not resident."""
-    begin_ns = now_ns(clock)
+def missing_pages(obj, extents, setting, scratch, vector):  # type: ignore[no-untyped-def]
+    """How many pages of an object are not resident; all of them where the kernel does not say."""
     missing = np.int64(0)
     for extent in range(extents.object_first_extent[obj], extents.object_first_extent[obj + 1]):
         offset = extents.offset[extent] + extents.skip[extent]
@@ -445,16 +486,25 @@ def _observe(thread, access, obj, extents, results, setting, destinations, clock
             extents,
             setting.residency,
             setting.page_bytes,
-            destinations.scratch[thread],
-            destinations.vector[thread],
+            scratch,
+            vector,
         )
         missing += pages - max(cached, 0)
-    results.missing_pages[access] = missing
+    return missing
+
+
+@numba.njit(cache=True, nogil=True)
+def _observe(thread, access, obj, extents, results, setting, destinations, clock):  # type: ignore[no-untyped-def]
+    """Notes how many pages of an object are not resident."""
+    begin_ns = now_ns(clock)
+    results.missing_pages[access] = missing_pages(
+        obj, extents, setting, destinations.scratch[thread], destinations.vector[thread]
+    )
     results.observe_ns[thread] += now_ns(clock) - begin_ns
 
 
 @numba.njit(cache=True, nogil=True)
-def _announce(fd, offset, length, piece):  # type: ignore[no-untyped-def]
+def announce(fd, offset, length, piece):  # type: ignore[no-untyped-def]
     """Asks for a range ahead; the kernel reads no more of one call than its readahead or its largest request."""
     end = offset + length
     while offset < end:
@@ -464,7 +514,7 @@ def _announce(fd, offset, length, piece):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _opened_to_read(name, path, advice):  # type: ignore[no-untyped-def]
+def opened_to_read(name, path, advice):  # type: ignore[no-untyped-def]
     """Descriptor of a file that is read once, advised as one that stays open would be; or a negative errno."""
     if path == DIRECT:
         return _opened(name, _O_DIRECT)
@@ -499,20 +549,20 @@ def _fetch(obj, base, path, address, is_there, extents, setting, scratch):  # ty
                 into = source - skip
             fd = np.int64(extents.fd[extent])
             if fd < 0:
-                fd = _opened_to_read(extents.file_name[extents.file[extent]], path, setting.advice)
+                fd = opened_to_read(extents.file_name[extents.file[extent]], path, setting.advice)
                 if fd < 0:
                     return fd
             if setting.announce_bytes > 0 and path == BUFFERED:
-                _announce(fd, extents.offset[extent], extents.length[extent], setting.announce_bytes)
-            got = _read(
+                announce(fd, extents.offset[extent], extents.length[extent], setting.announce_bytes)
+            got = read_at(
                 np.int32(fd), into, extents.length[extent], extents.offset[extent], skip + wanted, flags, scratch
             )
             if extents.fd[extent] < 0:
-                _c_close(np.int32(fd))
+                c_close(np.int32(fd))
             if got < 0:
                 return got
         elif path == MAPPED and setting.announce_bytes > 0:
-            _announce(extents.fd[extent], extents.offset[extent], extents.length[extent], setting.announce_bytes)
+            announce(extents.fd[extent], extents.offset[extent], extents.length[extent], setting.announce_bytes)
         got = min(got - skip, wanted)
         if source != 0 and got == wanted:
             _c_memcpy(slot + skip, source, wanted)
@@ -601,7 +651,7 @@ def _note_counters(step, results, counters):  # type: ignore[no-untyped-def]
     for counter in range(len(counters.fd)):
         place = counters.first_byte[counter]
         size = counters.first_byte[counter + 1] - place
-        results.counter_length[step, counter] = _read(
+        results.counter_length[step, counter] = read_at(
             counters.fd[counter], row.ctypes.data + place, size, 0, size, 0, row
         )
 
@@ -617,6 +667,29 @@ def _decide(event, setting, results):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
+def _hand_over(place, hints, setting):  # type: ignore[no-untyped-def]
+    """Gives the worker the hints of a place, 0 for before all, else an event + 1; thread 0 alone."""
+    mail = hints.mailbox.ctypes.data
+    for hint in range(hints.place_first_hint[place], hints.place_first_hint[place + 1]):
+        hints.mailbox[SUBMITTED] += 1
+        if setting.hint_slots == 0:
+            before = exchange(mail + 8 * SLOT, hint + 1)
+            if before != 0:
+                # Its wake-up is still under way and will find this one.
+                hints.state[before - 1] = HINT_OVERWRITTEN
+                hints.mailbox[OVERWRITTEN] += 1
+                continue
+        elif hints.mailbox[PUT] - load_word(mail + 8 * TAKEN) >= setting.hint_slots:
+            hints.state[hint] = HINT_DROPPED
+            hints.mailbox[DROPPED] += 1
+            continue
+        else:
+            hints.queue[hints.mailbox[PUT] % setting.hint_slots] = hint + 1
+            add_to_word(mail + 8 * PUT, 1)
+        c_sem_post(setting.hint_semaphore)
+
+
+@numba.njit(cache=True, nogil=True)
 def _begin(step, schedule, setting, results):  # type: ignore[no-untyped-def]
     """A step begins with its first decision; thread 0, while the others wait."""
     first = schedule.step_first_event[step]
@@ -625,7 +698,9 @@ def _begin(step, schedule, setting, results):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def work(thread, schedule, extents, results, decisions, setting, destinations, counters):  # type: ignore[no-untyped-def]
+def work(  # type: ignore[no-untyped-def]
+    thread, schedule, extents, results, decisions, hints, setting, destinations, counters
+):
     """Runs one demand thread through a pass; returns when the pass is over, was stopped, or an access failed."""
     clock = np.zeros(2, dtype=np.int64)
     stop = results.control.ctypes.data + 8 * STOP
@@ -634,8 +709,8 @@ def work(thread, schedule, extents, results, decisions, setting, destinations, c
     if setting.barrier == 0:
         # One ticket runs through the whole schedule; an access knows its event for the digest only.
         event = 0
-        while _load(stop) == 0:
-            access = _add(tickets, 1)
+        while load_word(stop) == 0:
+            access = add_to_word(tickets, 1)
             if access >= len(schedule.objects):
                 break
             while schedule.event_first_access[event + 1] <= access:
@@ -653,6 +728,8 @@ def work(thread, schedule, extents, results, decisions, setting, destinations, c
         if thread == 0:
             results.step_begin_ns[0] = now_ns(clock)
             _begin(0, schedule, setting, results)
+            if setting.hint_semaphore != 0:
+                _hand_over(0, hints, setting)
         # Nobody reads before the first step has begun.
         _c_barrier_wait(setting.barrier)
     for step in range(len(schedule.step_first_event) - 1):
@@ -660,10 +737,10 @@ def work(thread, schedule, extents, results, decisions, setting, destinations, c
             turn = 0
             quit_slot = QUIT_EVEN + event % 2
             while True:
-                access = schedule.event_first_access[event] + _add(tickets + 8 * event, 1)
+                access = schedule.event_first_access[event] + add_to_word(tickets + 8 * event, 1)
                 if access >= schedule.event_first_access[event + 1]:
                     break
-                if _load(stop) != 0:
+                if load_word(stop) != 0:
                     results.control[quit_slot] = 1
                     continue
                 if setting.copy != 0 and turn >= destinations.slots.shape[1]:
@@ -681,18 +758,20 @@ def work(thread, schedule, extents, results, decisions, setting, destinations, c
             # same one, and the event does not count as ended. The next event has another slot: a slow thread may still
             # read this one.
             if thread == 0:
-                if _load(stop) != 0:
+                if load_word(stop) != 0:
                     results.control[quit_slot] = 1
                 results.control[EVENTS_DONE] = event + 1
             if setting.decide != 0 and event + 1 < schedule.step_first_event[step + 1]:
                 # The last to arrive decides the next event; the others sleep once, as without a policy.
-                arrived = _add(results.control.ctypes.data + 8 * ARRIVED, 1)
+                arrived = add_to_word(results.control.ctypes.data + 8 * ARRIVED, 1)
                 is_last = arrived % len(results.digest) == len(results.digest) - 1
                 if is_last and results.control[quit_slot] == 0 and not _decide(event + 1, setting, results):
                     results.control[quit_slot] = 1
             _c_barrier_wait(setting.barrier)
             if results.control[quit_slot] != 0:
                 return
+            if setting.hint_semaphore != 0 and thread == 0:
+                _hand_over(event + 1, hints, setting)
         if thread == 0:
             results.step_end_ns[step] = now_ns(clock)
         # All threads count, each its share of the files: a large pool has millions of pages.
@@ -700,7 +779,7 @@ def work(thread, schedule, extents, results, decisions, setting, destinations, c
             extents, thread, len(results.digest), setting.residency, setting.page_bytes,
             destinations.scratch[thread], destinations.vector[thread],
         )  # fmt: skip
-        _add(results.resident_pages.ctypes.data + 8 * step, pages if pages >= 0 else np.int64(UNCOUNTED))
+        add_to_word(results.resident_pages.ctypes.data + 8 * step, pages if pages >= 0 else np.int64(UNCOUNTED))
         _c_barrier_wait(setting.barrier)
         if thread == 0:
             _note_counters(step, results, counters)
@@ -727,6 +806,16 @@ class Barrier:
         return int(self._memory.ctypes.data)
 
 
+def no_hints() -> Hints:
+    """For a loop that nobody hints."""
+    longs = np.zeros(8, dtype=np.int64)
+    return Hints(
+        place_first_hint=longs, hint_first_object=longs, hint_objects=longs[:1].astype(np.int32),
+        state=longs[:1].astype(np.uint8), hint_missing_pages=longs, hint_grown_pages=longs, hint_begin_ns=longs,
+        hint_end_ns=longs, queue=longs, mailbox=longs,
+    )  # fmt: skip
+
+
 def compile_ahead() -> None:
     """Compiles the loop, or finds it compiled, in this process: its memory is not charged to a limited one then."""
     longs, ints, bytes_ = np.zeros(8, dtype=np.int64), np.zeros(1, dtype=np.int32), np.zeros((1, 64), dtype=np.uint8)
@@ -746,12 +835,13 @@ def compile_ahead() -> None:
     )  # fmt: skip
     setting = Setting(
         barrier=1, decide=0, decide_on=0, page_bytes=page_bytes, residency=RESIDENCY_NONE, advice=-1, observe_every=0,
-        announce_bytes=0, verify=VERIFY_NONE, copy=0, synchronize=0,
+        announce_bytes=0, verify=VERIFY_NONE, copy=0, synchronize=0, hint_semaphore=0, hint_slots=0,
     )  # fmt: skip
     destinations = Destinations(
         slots=bytes_.reshape(1, 1, 64), scratch=bytes_, vector=bytes_, device_address=longs, stream=longs
     )
     decisions = Decisions(address=longs, was_hit=bytes_[0])
-    work(0, schedule, extents, results, decisions, setting, destinations, Counters(fd=ints, first_byte=longs))
+    counters = Counters(fd=ints, first_byte=longs)
+    work(0, schedule, extents, results, decisions, no_hints(), setting, destinations, counters)
     preload(0, 1, longs[:0], extents, setting, destinations)
     resident_pages(extents, 0, 1, RESIDENCY_NONE, page_bytes, bytes_[0], bytes_[0])

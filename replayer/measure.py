@@ -25,7 +25,7 @@ from replayer import loop
 from replayer.arena import Arena
 from replayer.capacity import bind_memory, die_with_parent, raise_own_oom_score
 from replayer.device import Locked, NoAccelerator, NotLockable, Region, allocate, lock
-from replayer.owners import ReadPathRefused, advice_of, map_files, open_files
+from replayer.owners import NotDeliverable, ReadPathRefused, advice_of, map_files, open_files
 
 _VECTOR_PAGES = 4096
 
@@ -84,6 +84,14 @@ class Measurement:
         self.user_cache: Any = None
         self.schedule = loop.Schedule(*(self.arrays[name] for name in loop.Schedule._fields))
         self.results = loop.Results(*(self.arrays[name] for name in loop.Results._fields))
+        self.hints, self.worker = loop.no_hints(), None
+        if spec["delivery"] != "none":
+            # Who hints nobody does not pay for it.
+            from replayer.advice import Worker
+
+            self.hints = loop.Hints(*(self.arrays[f"hints_{name}"] for name in loop.Hints._fields))
+            largest = int(self.extents.wanted.max(initial=0))
+            self.worker = Worker(spec["delivery"], int(spec["piece_bytes"]), largest)
         self.region: Region = allocate(spec["device"], threads, int(spec["slots"]), int(spec["slot_bytes"]))
         self.destinations = loop.Destinations(
             slots=self.region.slots,
@@ -102,6 +110,9 @@ class Measurement:
         self.threads = [
             threading.Thread(target=self._thread, args=(self._demand, number), daemon=True) for number in range(threads)
         ]
+        if self.worker is not None:
+            self.rendezvous = threading.Barrier(2)
+            self.threads.append(threading.Thread(target=self._thread, args=(self._deliver,), daemon=True))
         for thread in self.threads:
             thread.start()
         self.gate.wait()
@@ -109,6 +120,7 @@ class Measurement:
     def open_counters(self, files: dict[str, list[list[str]]]) -> None:
         """Opens what is counted: known only once there is a limit, and once the threads have numbers."""
         step_counters = files["step_counters"] + [
+            # The worker's is the last.
             [f"thread_io {number}", f"/proc/self/task/{thread.native_id}/io"]
             for number, thread in enumerate(self.threads)
         ]
@@ -132,13 +144,20 @@ class Measurement:
             verify=int(self.spec["verify"]),
             copy=self.region.copy,
             synchronize=self.region.synchronize,
+            hint_semaphore=0 if self.worker is None else self.worker.semaphore,
+            hint_slots=int(self.spec["hint_slots"] or 0),
         )
 
     def _compile(self) -> None:
         """One call on no step at all: compiles, or loads what was compiled, before anybody waits for it."""
         nothing = self.schedule._replace(step_first_event=np.zeros(1, dtype=np.int64))
         setting = self._setting()
-        loop.work(0, nothing, self.extents, self.results, self.decisions, setting, self.destinations, self.counters)
+        loop.work(
+            0, nothing, self.extents, self.results, self.decisions, self.hints, setting, self.destinations,
+            self.counters,
+        )  # fmt: skip
+        if self.worker is not None:
+            self.worker.rehearse(self.extents, self.hints, setting)
         loop.preload(0, 1, np.zeros(0, dtype=np.int64), self.extents, setting, self.destinations)
         if self.spec["policy"] is not None:
             # Its kernels weigh on the memory of those alone that need them.
@@ -161,12 +180,20 @@ class Measurement:
             self.gate.wait()
             setting = self._setting(self.deciders[passed] if self.deciders else None)
             loop.work(
-                number, self.schedule, self.extents, self.results, self.decisions, setting, self.destinations,
-                self.counters,
+                number, self.schedule, self.extents, self.results, self.decisions, self.hints, setting,
+                self.destinations, self.counters,
             )  # fmt: skip
             self.gate.wait()
         # What the kernel counts for a thread goes with it, so it stays until the process ends.
         self.gate.wait()
+
+    def _deliver(self) -> None:
+        assert self.worker is not None, "it is a worker's thread"
+        for _ in range(self.passes):
+            self.rendezvous.wait()
+            self.worker.run(self.extents, self.hints, self._setting())
+            self.rendezvous.wait()
+        self.rendezvous.wait()
 
     def hold(self, plan: dict[str, Any]) -> dict[str, Any]:
         """Locks memory and fills it with what the owner begins with; its time, and the process's status after it.
@@ -268,13 +295,28 @@ class Measurement:
             self.arrays[name].fill(0)
         for name in ("wrong", "checked_words", "observe_ns", "verify_ns", "ticket", "counter_length"):
             self.arrays[name].fill(0)
+        if self.worker is not None:
+            for name in ("state", "hint_missing_pages", "hint_grown_pages", "hint_begin_ns", "hint_end_ns", "mailbox"):
+                self.arrays[f"hints_{name}"].fill(0)
+            self.worker.reset()
 
     def run_pass(self) -> dict[str, Any]:
         """One pass of all threads, after `clear`; the moments before and after it, by the clock of this thread."""
+        if self.worker is not None:
+            self.rendezvous.wait()
         begin_ns = time.monotonic_ns()
         self.gate.wait()
         self.gate.wait()
-        return {"begin_ns": begin_ns, "end_ns": time.monotonic_ns()}
+        end_ns = time.monotonic_ns()
+        if self.worker is not None:
+            # What it is at belongs to what is counted after the pass, not to the pass's time.
+            self.worker.quit(self.hints)
+            self.rendezvous.wait()
+        return {"begin_ns": begin_ns, "end_ns": end_ns}
+
+    def delivery_error(self) -> int | None:
+        """errno of the first hint that could not be delivered; null where there is none."""
+        return None if self.worker is None else int(self.worker.delivery.failed[0]) or None
 
 
 def _zero_terminated(paths: list[str]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
@@ -360,12 +402,13 @@ def main() -> int:
             span = measurement.run_pass()
             after = measurement.snapshot()
             _say("done" if not control[loop.STOP] else "stopped", span=span, before=before, after=after,
-                 decide_ns=measurement.decide_ns())  # fmt: skip
+                 decide_ns=measurement.decide_ns(), delivery_error=measurement.delivery_error())  # fmt: skip
             if spec["meets"]:
                 # What this process holds would be room for the others in its wall.
                 sys.stdin.readline()
-    except (OSError, ReadPathRefused, NoAccelerator, NotLockable) as error:
-        _say("failed", message=str(error), wrong_call=isinstance(error, ReadPathRefused | NoAccelerator | NotLockable))
+    except (OSError, ReadPathRefused, NoAccelerator, NotLockable, NotDeliverable) as error:
+        refused = ReadPathRefused | NoAccelerator | NotLockable | NotDeliverable
+        _say("failed", message=str(error), wrong_call=isinstance(error, refused))
         return 1
     return 0
 

@@ -56,6 +56,10 @@ class ReadPathRefused(RuntimeError):
     """The file system does not take the way of reading that an owner needs."""
 
 
+class NotDeliverable(RuntimeError):
+    """This machine does not deliver hints so; says why."""
+
+
 @dataclass(frozen=True)
 class ReadPlan:
     """Where bytes come from and what is asked of pread for each extent.

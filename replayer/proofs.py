@@ -5,6 +5,7 @@ made says why and holds neither way; a proof that failed spoils the bytes of a r
 times alone.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from replayer import counters
-from replayer.accounting import Recording, between, has_readahead, text_of
+from replayer.accounting import Recording, between, delivery_columns, has_readahead, text_of
 from replayer.capacity import balloon_state
 from replayer.content import EDGE_BYTES, access_digest, bytes_of
 from replayer.holdings import expected_hits
-from replayer.loop import DIRECT, HELD
+from replayer.loop import DIRECT, HELD, HINT_COMPLETED, HINT_DROPPED, HINT_IN_FLIGHT, HINT_OVERWRITTEN
 from replayer.owners import fills_page_cache, reads_directly
 from replayer.quantities import format_bytes
+from replayer.trace import Trace
 
 RACED_SHARE, RACED_SHARE_IN_COMPANY = 0.01, 0.05
 """Of the pages missing, those that may be evicted between look and read; more where another replay shares the wall."""
@@ -168,9 +170,13 @@ def _rows_and_unions(recording: Recording) -> tuple[int, int]:
 
 def selected_events(recording: Recording) -> npt.NDArray[np.int64]:
     """(N,) event_id of each replayed event, from the trace itself."""
-    trace = recording.trace
+    return replayed_events(recording.trace, recording.step_begin, recording.step_end)
+
+
+def replayed_events(trace: Trace, step_begin: int, step_end: int) -> npt.NDArray[np.int64]:
+    """(N,) event_id of each event of a range of steps, counted without warm-up."""
     warmup = trace.event_phase == 2
-    steps = np.unique(trace.event_step[~warmup])[recording.step_begin : recording.step_end]
+    steps = np.unique(trace.event_step[~warmup])[step_begin:step_end]
     return np.flatnonzero(~warmup & np.isin(trace.event_step, steps))
 
 
@@ -263,6 +269,9 @@ def _device_identity(recording: Recording, run: dict[str, Any]) -> Iterator[Proo
             held=run["overshoot_bytes"] >= 0,
         )
         return
+    if recording.planned is not None:
+        yield from _device_identity_hinted(recording, run, missing)
+        return
     shared, raced = _shared_pages(recording), run["raced_pages"]
     beyond = found - missing - direct
     if request.mechanism == "none":
@@ -287,6 +296,67 @@ def _device_identity(recording: Recording, run: dict[str, Any]) -> Iterator[Proo
         f"{found:,} bytes, {raced:,} pages apart",
         tolerance,
         held=-shared * recording.page_bytes <= beyond <= allowed * recording.page_bytes,
+    )
+
+
+def _device_identity_hinted(recording: Recording, run: dict[str, Any], missing: int) -> Iterator[Proof]:
+    """At least what demand found missing, which somebody read; at most that and what the worker found missing.
+
+    A page that both found missing was read once, and one that the kernel did not read ahead not at all.
+    """
+    columns = delivery_columns(recording)
+    assert columns is not None, "a plan was delivered"
+    found, hinted = run["device_bytes"], columns["hinted_missing_bytes"]
+    # The worker is another reader in the same wall.
+    raced = int(RACED_SHARE_IN_COMPANY * missing) if recording.request.mechanism != "none" else 0
+    partial = recording.classes[1] & ~recording.served(DIRECT)
+    raced += int((recording.access_pages - recording.arrays["missing_pages"])[partial].sum()) * recording.page_bytes
+    shared = _shared_pages(recording) * recording.page_bytes
+    yield Proof(
+        "device bytes",
+        "bytes",
+        f"{missing:,} bytes missing before the reads, and up to {hinted:,} more missing before hints were delivered",
+        f"{found:,} bytes",
+        f"{raced:,} bytes evicted between look and read; {shared:,} of shared pages",
+        held=missing - shared <= found <= missing + hinted + raced,
+    )
+
+
+def _hints(recording: Recording, run: dict[str, Any]) -> Iterator[Proof]:
+    """Hints of the plan against those handed over, and what each became against the counts of both threads."""
+    columns = delivery_columns(recording)
+    if columns is None or recording.planned is None:
+        return
+    expected = int(recording.planned.place_first_hint[recording.ended_events + 1])
+    submitted = columns["hints_submitted"]
+    if recording.status == "complete":
+        yield Proof(
+            "hints handed over",
+            "bytes",
+            f"{expected:,} of the plan for the replayed events",
+            f"{submitted:,}",
+            held=expected == submitted,
+        )
+    parts = ("completed", "overwritten", "dropped", "in_flight")
+    total = sum(columns[f"hints_{part}"] for part in parts)
+    states = np.bincount(recording.arrays["hints_state"], minlength=HINT_IN_FLIGHT + 1)
+    counted = [columns[f"hints_{part}"] for part in parts]
+    marked = [int(states[one]) for one in (HINT_COMPLETED, HINT_OVERWRITTEN, HINT_DROPPED, HINT_IN_FLIGHT)]
+    yield Proof(
+        "hints add up",
+        "bytes",
+        f"{submitted:,} handed over",
+        " + ".join(f"{columns[f'hints_{part}']:,} {part.replace('_', ' ')}" for part in parts)
+        + ("" if counted == marked else f", but {marked} are marked so"),
+        held=total == submitted and counted == marked,
+    )
+    number = recording.delivery_error
+    yield Proof(
+        "hints delivered",
+        "bytes",
+        "no error of the kernel",
+        "none" if number is None else os.strerror(number),
+        held=number is None,
     )
 
 
@@ -642,6 +712,7 @@ _OF_MEASURED: tuple[Callable[[Recording, dict[str, Any]], Iterator[Proof]], ...]
     _bytes_returned,
     _content,
     _device_identity,
+    _hints,
     _loaded_alone,
     _within_wall,
     _wall_alive,

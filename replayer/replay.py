@@ -31,7 +31,8 @@ import numpy.typing as npt
 
 import replayer
 from replayer import counters, loop
-from replayer.accounting import Company, Limits, Recording, access_columns, account
+from replayer.accounting import Company, Limits, Recording, access_columns, account, delivery_columns
+from replayer.advice import Planned, hints_of
 from replayer.arena import Arena
 from replayer.boot import calibrate
 from replayer.capacity import Balloon, Group, find_memory_controller, launch_in, memory_group, remove_leftovers
@@ -49,8 +50,9 @@ from replayer.owners import (
     reads_directly,
     ways_of,
 )
+from replayer.plan import read_plan
 from replayer.pool import Pool, UnsuitableStorage, check_against_trace, check_files, check_planned, pool_storages
-from replayer.proofs import Proof, prove, selected_events, verdicts
+from replayer.proofs import Proof, prove, replayed_events, selected_events, verdicts
 from replayer.reclaim import node_rows, reclaim_rows
 from replayer.request import Request, UnusableReplay, check_request
 from replayer.simulate import UnusableRequest, Window, prepare
@@ -99,6 +101,7 @@ class Run:
     steps: list[dict[str, Any]]
     reclaim: list[dict[str, Any]]
     nodes: list[dict[str, Any]]
+    delivery: list[dict[str, Any]]
     layers: list[dict[str, Any]]
     proofs: list[dict[str, Any]]
     pool: dict[str, Any]
@@ -295,6 +298,10 @@ class _Tenant:
                 "local disk, or add --allow-unsuitable to have the run made and marked"
             )
         check_files(pool, *self.storages)
+        if request.split != "none" and request.delivery != "none":
+            # Only advice is cut short by the kernel, at what it reads ahead.
+            automatic = _announce_bytes(self.storages) if request.delivery == "advice" else None
+            self.recording.piece_bytes = automatic if request.split == "auto" else int(request.split)
 
     def account(self, repeat: int, keeps_accesses: bool) -> Run:
         """Rows of what the replay left behind."""
@@ -312,13 +319,17 @@ class _Tenant:
         return dataclasses.replace(rows, accesses=accesses)
 
 
-def condition_hash(trace_id: str, pool_id: str, request: Request, choice: Choice | None = None) -> str:
+def condition_hash(
+    trace_id: str, pool_id: str, request: Request, choice: Choice | None = None, planned: Planned | None = None
+) -> str:
     """Names what was asked for: the same for every repetition of one condition.
 
-    A table counts by what it says, not by the name of a file.
+    A table, or a plan, counts by what it says, not by the name of a file.
     """
     said = dataclasses.asdict(request)
     tables = [] if choice is None else [table for table in (choice.counts, choice.admitted) if table is not None]
+    if planned is not None:
+        said["plan"] = _plan_hash(planned)
     if tables:
         said |= {"fit": None, "admit": None}
         said["tables"] = [hashlib.sha256(table.astype("<i8").tobytes()).hexdigest() for table in tables]
@@ -326,11 +337,25 @@ def condition_hash(trace_id: str, pool_id: str, request: Request, choice: Choice
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def _plan_hash(planned: Planned) -> str:
+    """First 12 hex digits of SHA-256 over the hints that a replay hands over."""
+    content = hashlib.sha256()
+    for array in (planned.place_first_hint, planned.hint_first_object, planned.hint_objects, planned.event):
+        content.update(array.astype("<i8").tobytes())
+    return content.hexdigest()[:12]
+
+
 def _plan(trace: Trace, pool: Pool, request: Request) -> Recording:
     resolved = prepare(trace, Window(request.steps, "all"))
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     alignment = _direct_alignment_bytes(pool)
-    threads_io = [(f"thread_io {number}", _THREAD_IO_BYTES) for number in range(request.threads)]
+    planned = None
+    if request.plan is not None:
+        planned = hints_of(
+            read_plan(Path(request.plan), trace), trace, replayed_events(trace, resolved.step_begin, resolved.step_end)
+        )
+    reading_threads = request.threads + (planned is not None)
+    threads_io = [(f"thread_io {number}", _THREAD_IO_BYTES) for number in range(reading_threads)]
     own = [(name, size) for name, _, size in _STEP_COUNTERS]
     if holds_memory(request.owner):
         own.append(("own_status", 4096))
@@ -348,6 +373,7 @@ def _plan(trace: Trace, pool: Pool, request: Request) -> Recording:
         pool=pool,
         reads=plan_reads(pool, paths_of(request.owner, miss_path, pool.num_objects, choice.admitted), alignment),
         choice=choice,
+        planned=planned,
         miss_path=miss_path,
         walk=resolved.walk,
         page_bytes=page_bytes,
@@ -519,6 +545,16 @@ def _arena_of(recording: Recording) -> Iterator[Arena]:
         "ticket": ("int64", (events,)),
         "control": ("int64", (8,)),
     }
+    hints = recording.planned
+    if hints is not None:
+        for name in ("place_first_hint", "hint_first_object", "hint_objects"):
+            planned[f"hints_{name}"] = getattr(hints, name)
+            layout[f"hints_{name}"] = (planned[f"hints_{name}"].dtype.name, planned[f"hints_{name}"].shape)
+        for name in ("hint_missing_pages", "hint_grown_pages", "hint_begin_ns", "hint_end_ns"):
+            layout[f"hints_{name}"] = ("int64", (len(hints.event),))
+        layout["hints_state"] = ("uint8", (len(hints.event),))
+        layout["hints_queue"] = ("int64", (recording.request.hint_slots or 1,))
+        layout["hints_mailbox"] = ("int64", (8,))
     arena = Arena.create(layout)
     try:
         for name, array in planned.items():
@@ -605,6 +641,7 @@ def _record(
                 yield
             done = child.expect("done", progress=progress, what="measured pass")
             recording.after, recording.span, recording.decide_ns = done["after"], done["span"], done["decide_ns"]
+            recording.delivery_error = done["delivery_error"]
             if recording.company is not None:
                 yield
         except KeyboardInterrupt:
@@ -855,6 +892,9 @@ class _Child:
             "residency": _RESIDENCY[recording.residency_counter],
             "observe_every": _OBSERVE_EVERY[request.observe],
             "announce_bytes": _announce_bytes(storages) if request.fadvise == "willneed" else 0,
+            "delivery": request.delivery,
+            "piece_bytes": recording.piece_bytes or 0,
+            "hint_slots": request.hint_slots,
             "policy": request.policy,
             "seed": request.seed,
             "verify": _VERIFY[request.verify] if recording.pool.content is not None else loop.VERIFY_EDGES,
@@ -994,7 +1034,7 @@ def _rows(
     run = {
         "run_id": run_id,
         "started_at": f"{started_at:%Y-%m-%dT%H:%M:%S.%fZ}",
-        "condition_hash": condition_hash(trace_id, pool.pool_id, request, recording.choice),
+        "condition_hash": condition_hash(trace_id, pool.pool_id, request, recording.choice, recording.planned),
         "trace_id": trace_id,
         "pool_id": pool.pool_id,
         "machine_id": recording.machine_before["machine_id"],
@@ -1034,6 +1074,7 @@ def _rows(
         steps=[{"run_id": run_id, **row} for row in steps],
         reclaim=[{"run_id": run_id, **row} for row in reclaim],
         nodes=[{"run_id": run_id, **row} for row in node_rows(recording)],
+        delivery=[{"run_id": run_id, **row} for row in _delivery_rows(recording)],
         layers=[{"run_id": run_id, **row} for row in layers],
         proofs=[{"run_id": run_id, **dataclasses.asdict(proof)} for proof in proofs],
         pool=pool_row(pool),
@@ -1054,6 +1095,22 @@ def _choices(recording: Recording) -> dict[str, Any]:
         "miss_path": recording.miss_path,
         "arena_fraction": request.arena_fraction,
     }
+
+
+def _delivery_rows(recording: Recording) -> list[dict[str, Any]]:
+    """The row of replay_delivery, less run_id, where a plan was delivered."""
+    counted, planned, request = delivery_columns(recording), recording.planned, recording.request
+    if counted is None or planned is None:
+        return []
+    return [
+        {
+            "delivery": request.delivery,
+            "plan_hash": _plan_hash(planned),
+            "piece_bytes": recording.piece_bytes,
+            "hint_slots": request.hint_slots,
+            **counted,
+        }
+    ]
 
 
 def _company(recording: Recording) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow.parquet as pq
 
 from replayer.capacity import remove_leftovers
-from replayer.command import Parser, byte_size, count, steps
+from replayer.command import Parser, byte_size, count, split, steps
 from replayer.pool import read_pool
 from replayer.quantities import format_bytes
 from replayer.reclaim import SCAN_PER_STEAL_FLAG
@@ -20,6 +20,7 @@ from replayer.replay import Run, replay
 from replayer.request import Request, UnusableReplay
 from replayer.trace import read_trace
 from schemas.columns import (
+    DELIVERIES,
     DESTINATIONS,
     FADVICES,
     GROUP_STATS,
@@ -65,7 +66,7 @@ _OF_A_RUN = (
     "owner", "policy", "scope", "fit", "arena_fraction", "admit", "miss_path", "seed", "mechanism", "capacity", "wall",
     "headroom", "machine_bytes", "allow_thrash", "allow_unsuitable", "fadvise", "device", "threads", "steps", "cold",
     "observe", "accesses", "verify", "group_stat", "accelerator_memory",
-    "offline_memory_blocks",
+    "offline_memory_blocks", "plan", "delivery", "split", "hint_slots",
 )  # fmt: skip
 """Options that an experiment's file says for each condition."""
 _MAX_REPEAT = 10_000
@@ -134,6 +135,27 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         default="random",
         help="random (default): no readahead; willneed: none, and each read is announced; normal, sequential, noreuse: "
         "the kernel's readahead under that advice",
+    )
+    command.add_argument("--plan", metavar="PLAN", help="a lookahead plan: which experts to read ahead for which event")
+    command.add_argument(
+        "--delivery",
+        choices=DELIVERIES,
+        default="none",
+        help="how the plan is brought into the page cache, by one worker: advice (WILLNEED), blocking reads, io_uring",
+    )
+    command.add_argument(
+        "--split",
+        type=split,
+        default="auto",
+        metavar="S",
+        help="pieces to ask for: auto (default: advice in pieces of the device's readahead, beyond which the kernel "
+        "cuts it; reads whole), none, or bytes",
+    )
+    command.add_argument(
+        "--hint-slots",
+        type=count,
+        metavar="N",
+        help="let N hints wait in a queue that drops what finds it full (default: one slot, which a newer overwrites)",
     )
     command.add_argument(
         "--device",
@@ -229,6 +251,10 @@ def _replay(arguments: argparse.Namespace) -> int:
         group_stat=arguments.group_stat,
         accelerator_memory=arguments.accelerator_memory,
         offline_memory_blocks=arguments.offline_memory_blocks,
+        plan=arguments.plan,
+        delivery=arguments.delivery,
+        split=arguments.split,
+        hint_slots=arguments.hint_slots,
         warm_pass=not arguments.cold,
         steps=arguments.steps,
         allow_thrash=arguments.allow_thrash,
@@ -258,7 +284,8 @@ def _replay(arguments: argparse.Namespace) -> int:
         )
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr)
-        documents.append({**result.run, "reclaim": next(iter(result.reclaim), None), "proofs": result.proofs})
+        whole = {"reclaim": next(iter(result.reclaim), None), "delivered": next(iter(result.delivery), None)}
+        documents.append({**result.run, **whole, "proofs": result.proofs})
         if data is not None:
             try:
                 write_run(data, result)
@@ -298,6 +325,7 @@ def write_run(data: DataFolder, result: Run) -> None:
         ("replay_step", trace_id, run_id, result.steps),
         ("replay_reclaim", trace_id, run_id, result.reclaim),
         ("replay_node", trace_id, run_id, result.nodes),
+        *([("replay_delivery", trace_id, run_id, result.delivery)] if result.delivery else []),
         ("replay_layer", trace_id, run_id, result.layers),
         ("replay_proof", trace_id, run_id, result.proofs),
         ("replay_run", trace_id, run_id, [result.run]),

@@ -5,6 +5,12 @@ from dataclasses import dataclass
 from replayer.owners import default_miss_path, has_table, holds_memory
 from replayer.policies import FITTED
 
+HINTED_OWNERS = ("page_cache", "page_cache_mmap")
+"""Owners that get every expert from the page cache, which hints fill."""
+
+MOST_HINT_SLOTS = 1 << 20
+LEAST_SPLIT_BYTES = 4096
+
 
 class UnusableReplay(ValueError):
     """The run asked for cannot be made: a call to correct."""
@@ -21,6 +27,9 @@ class Request:
     pinned; page_cache_admission admit, as `simulate.Choices`. group_stat: of `schemas.columns.GROUP_STATS`; after each
     step only where the reader is in a group of its own. accelerator_memory: whether nodes without processors count.
     offline_memory_blocks: says that memory of this machine may be taken offline, which mechanism offline does.
+    delivery: of `schemas.columns.DELIVERIES`; all but none take plan, a lookahead plan's file, and split: auto, none,
+    or bytes of the largest piece that is asked for at once. hint_slots: places of the queue that hints wait in; null
+    for one slot, which a newer hint overwrites.
     """
 
     owner: str = "page_cache"
@@ -46,6 +55,10 @@ class Request:
     steps: tuple[int | None, int | None] = (None, None)
     accelerator_memory: bool = False
     offline_memory_blocks: bool = False
+    plan: str | None = None
+    delivery: str = "none"
+    split: str | int = "auto"
+    hint_slots: int | None = None
     allow_thrash: bool = False
     allow_unsuitable: bool = False
 
@@ -122,5 +135,22 @@ def check_request(request: Request) -> None:
             "--offline-memory-blocks: mechanism offline takes memory from the whole machine while it replays, so it "
             "needs that word as well, and no other mechanism does"
         )
+    if (request.delivery == "none") != (request.plan is None):
+        raise UnusableReplay(
+            "--plan without --delivery, so nothing of it would be read ahead; add --delivery advice, blocking or uring"
+            if request.delivery == "none"
+            else f"--delivery {request.delivery} without --plan, the lookahead plan to deliver; add one"
+        )
+    if request.delivery == "none" and (request.split != "auto" or request.hint_slots is not None):
+        raise UnusableReplay("--split or --hint-slots without --delivery, to which they belong; leave them out")
+    if request.delivery != "none" and owner not in HINTED_OWNERS:
+        raise UnusableReplay(
+            f"--delivery {request.delivery} with owner {owner}, which reads nothing through the page cache that hints "
+            f"could fill; use owner {' or '.join(HINTED_OWNERS)}"
+        )
+    if request.hint_slots is not None and not 1 <= request.hint_slots <= MOST_HINT_SLOTS:
+        raise UnusableReplay(f"--hint-slots {request.hint_slots}, wanted 1 to {MOST_HINT_SLOTS:,}")
+    if isinstance(request.split, int) and request.split < LEAST_SPLIT_BYTES:
+        raise UnusableReplay(f"--split {request.split}, wanted at least {LEAST_SPLIT_BYTES:,} bytes, auto or none")
     if owner == "page_cache_mmap" and request.fadvise == "noreuse":
         raise UnusableReplay("--fadvise noreuse is advice on reads; choose another with owner page_cache_mmap")

@@ -49,6 +49,7 @@ READ_PATHS = ("buffered", "direct", "uncached")
 MECHANISMS = ("cgroup", "balloon", "boot", "offline", "none")
 DESTINATIONS = ("cpu", "cuda", "none")
 FADVICES = ("random", "normal", "sequential", "noreuse", "willneed")
+DELIVERIES = ("none", "advice", "blocking", "uring")
 OBSERVATIONS = ("none", "sample", "every")
 VERIFICATIONS = ("edges", "all")
 GROUP_STATS = ("pass", "step")
@@ -389,6 +390,37 @@ _DEFINITIONS = [
     _count(
         "decide_ns", "time in which the policy of a user-space cache decided: inside wall_ns, outside any stall", "ns"
     ),
+    Column("delivery", pl.String, "how hints of a lookahead plan were brought into the page cache", values=DELIVERIES),
+    Column(
+        "plan_hash",
+        pl.String,
+        "first 12 hex digits of SHA-256 over the hints that the plan has for the replayed events",
+    ),
+    _count("piece_bytes", "largest piece that was asked for at once; null where whole extents were", "byte"),
+    _count("hint_slots", "places of the queue that hints wait in; null for one slot, which a newer hint overwrites"),
+    _count("hints", "hints of the plan for the replayed events: one per event for which it names an expert"),
+    _count("hints_submitted", "hints handed over, each after the event it was issued after"),
+    _count("hints_completed", "hints delivered before the pass ended"),
+    _count("hints_overwritten", "hints that a newer one replaced in the slot before the worker came"),
+    _count("hints_dropped", "hints that found the queue full"),
+    _count("hints_in_flight", "hints that waited, or were being delivered, when the pass ended"),
+    _count(
+        "hinted_missing_bytes",
+        "pages missing of the experts of delivered hints, each seen right before it was asked for",
+        "byte",
+    ),
+    Column(
+        "hinted_read_bytes",
+        pl.Int64,
+        "of those, pages in the page cache right after they were asked for, under way or read; reads of demand threads "
+        "meanwhile count, and evictions count against",
+        unit="byte",
+    ),
+    _count("hint_ns", "time the worker took to deliver hints, own looks at residency included", "ns"),
+    _count(
+        "named_accesses", "observed accesses whose expert a hint for their event named, whatever became of the hint"
+    ),
+    _count("named_hits", "of those, with all pages resident, or under way, right before their read"),
     Column("mechanism", pl.String, "what limits the memory", values=MECHANISMS),
     Column("mechanism_detail", pl.String, "how exactly: version of the cgroup, what stood for the machine"),
     Column(

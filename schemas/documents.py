@@ -241,6 +241,26 @@ class ReplayedRun(_Document):
         tolerance: str
         held: bool | None
 
+    class Delivered(_Document):
+        """The row of replay_delivery."""
+
+        run_id: str
+        delivery: Literal["advice", "blocking", "uring"]
+        plan_hash: str
+        piece_bytes: int | None
+        hint_slots: int | None
+        hints: int
+        hints_submitted: int
+        hints_completed: int
+        hints_overwritten: int
+        hints_dropped: int
+        hints_in_flight: int
+        hinted_missing_bytes: int
+        hinted_read_bytes: int
+        hint_ns: int
+        named_accesses: int
+        named_hits: int
+
     class Reclaim(_Document):
         """The row of replay_reclaim of the whole measured pass."""
 
@@ -418,6 +438,7 @@ class ReplayedRun(_Document):
     consumed_digest: str | None
     checked_bytes: int | None
     reclaim: Reclaim | None
+    delivered: Delivered | None
     proofs: list[Proof]
 
 

@@ -267,6 +267,17 @@ _TABLES = [
         }),
     ),
     Table(
+        name="replay_delivery",
+        grain="One row per native replay that delivered a lookahead plan, of its measured pass.",
+        key=("run_id",),
+        measures=(
+            "delivery", "plan_hash", "piece_bytes", "hint_slots", "hints", "hints_submitted", "hints_completed",
+            "hints_overwritten", "hints_dropped", "hints_in_flight", "hinted_missing_bytes", "hinted_read_bytes",
+            "hint_ns", "named_accesses", "named_hits",
+        ),
+        nullable=frozenset({"piece_bytes", "hint_slots"}),
+    ),
+    Table(
         name="replay_layer",
         grain="One row per native replay and layer, over its measured steps that ended.",
         key=("run_id", "layer_id"),
@@ -390,7 +401,8 @@ FILE_TABLES: dict[str, Table] = {
 """Tables that stay Parquet files: a row per access is too much for the warehouse."""
 
 REPLAY_TABLES = (
-    "replay_run", "replay_step", "replay_reclaim", "replay_node", "replay_layer", "replay_proof", "pool", "machine",
+    "replay_run", "replay_step", "replay_reclaim", "replay_node", "replay_delivery", "replay_layer", "replay_proof",
+    "pool", "machine",
 )  # fmt: skip
 """What a native replay writes, the row that makes a run exist among them."""
 

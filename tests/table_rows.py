@@ -123,6 +123,12 @@ ROWS: dict[str, dict] = {
         "node_bytes": 2**34, "node_free_bytes": 2**33, "node_file_bytes": 2**20, "node_locked_bytes": 2**32,
         "group_node_file_bytes": None,
     },
+    "replay_delivery": {
+        "run_id": "20261202T033000-0a1b2c3d", "delivery": "advice", "plan_hash": "0123456789ab",
+        "piece_bytes": 131072, "hint_slots": None, "hints": 10, "hints_submitted": 9, "hints_completed": 6,
+        "hints_overwritten": 2, "hints_dropped": 0, "hints_in_flight": 1, "hinted_missing_bytes": 8192,
+        "hinted_read_bytes": 4096, "hint_ns": 1000, "named_accesses": 12, "named_hits": 7,
+    },
     "replay_layer": {
         "run_id": "20261202T033000-0a1b2c3d", "layer_id": 1, "events": 10, "accesses": 20, "demand_bytes": 2000,
         "observed_accesses": 20, "native_hits": 10, "native_partial_hits": 4, "native_misses": 6,

@@ -42,6 +42,7 @@ GRAPH = {
     "replay_step": {"routing"},
     "replay_reclaim": {"routing"},
     "replay_node": {"routing"},
+    "replay_delivery": {"routing"},
     "replay_layer": {"routing"},
     "replay_proof": {"routing"},
     "pool": {"routing"},
@@ -49,7 +50,7 @@ GRAPH = {
     "warehouse": {
         "trace", "trace_check", "trace_locality", "hit_rate", "hit_rate_layer", "reporting_block", "miss_ratio_curve",
         "lookahead_recall", "domain_overlap", "inversion", "replay_run", "replay_step", "replay_reclaim",
-        "replay_node", "replay_layer", "replay_proof", "pool", "machine",
+        "replay_node", "replay_delivery", "replay_layer", "replay_proof", "pool", "machine",
     },
     "report": {"warehouse"},
 }  # fmt: skip

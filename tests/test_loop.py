@@ -59,8 +59,8 @@ class Bench:
 
     def work(self, thread: int) -> None:
         loop.work(
-            thread, self.schedule, self.extents, self.results, self.decisions, self.setting, self.destinations,
-            self.counters,
+            thread, self.schedule, self.extents, self.results, self.decisions, loop.no_hints(), self.setting,
+            self.destinations, self.counters,
         )  # fmt: skip
 
     def start(self, threads: Sequence[int] | None = None) -> list[threading.Thread]:
@@ -149,6 +149,7 @@ def bench(
     plain = {
         "barrier": barrier.address, "decide": 0, "decide_on": 0, "page_bytes": PAGE, "residency": RESIDENCY,
         "advice": -1, "observe_every": 1, "announce_bytes": 0, "verify": loop.VERIFY_ALL, "copy": 0, "synchronize": 0,
+        "hint_semaphore": 0, "hint_slots": 0,
     }  # fmt: skip
     return Bench(
         schedule=loop.Schedule(

@@ -565,6 +565,27 @@ CREATE TABLE replay_node (
     group_node_file_bytes BIGINT
 );
 
+-- One row per native replay that delivered a lookahead plan, of its measured pass.
+-- Key: run_id
+CREATE TABLE replay_delivery (
+    run_id               VARCHAR NOT NULL,
+    delivery             VARCHAR NOT NULL,
+    plan_hash            VARCHAR NOT NULL,
+    piece_bytes          BIGINT,
+    hint_slots           BIGINT,
+    hints                BIGINT  NOT NULL,
+    hints_submitted      BIGINT  NOT NULL,
+    hints_completed      BIGINT  NOT NULL,
+    hints_overwritten    BIGINT  NOT NULL,
+    hints_dropped        BIGINT  NOT NULL,
+    hints_in_flight      BIGINT  NOT NULL,
+    hinted_missing_bytes BIGINT  NOT NULL,
+    hinted_read_bytes    BIGINT  NOT NULL,
+    hint_ns              BIGINT  NOT NULL,
+    named_accesses       BIGINT  NOT NULL,
+    named_hits           BIGINT  NOT NULL
+);
+
 -- One row per native replay and layer, over its measured steps that ended.
 -- Key: run_id, layer_id
 CREATE TABLE replay_layer (

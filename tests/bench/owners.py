@@ -72,14 +72,16 @@ class Held(Reads):
                 verify=loop.VERIFY_NONE,
                 copy=0,
                 synchronize=0,
+                hint_semaphore=0,
+                hint_slots=0,
             )
             gate = threading.Barrier(THREADS + 1)
 
             def demand(number: int) -> None:
                 gate.wait()
                 loop.work(
-                    number, self.schedule, self.extents, self.results, self.decisions, setting, self.destinations,
-                    self.counters,
+                    number, self.schedule, self.extents, self.results, self.decisions, loop.no_hints(), setting,
+                    self.destinations, self.counters,
                 )  # fmt: skip
 
             return self._run([threading.Thread(target=demand, args=(number,)) for number in range(THREADS)], gate)
