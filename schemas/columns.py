@@ -42,6 +42,7 @@ SCORED_PHASES = ("prefill", "decode", "unknown", "all")
 CHECK_OUTCOMES = ("passed", "warned", "not_applicable")
 SOURCE_FORMATS = ("npz_experts", "route_csv_v1", "jsonl_tok_layers", "events_csv", "spec_jsonl")
 PREDICTORS = ("previous_token", "conditional")
+SIMULATED_DELIVERIES = ("read", "willneed")
 OWNERS = (
     "page_cache", "page_cache_mmap", "restream", "uncached", "arena", "hybrid", "user_cache", "page_cache_admission",
 )  # fmt: skip
