@@ -8,7 +8,7 @@ PORT ?= 3000
 # those of the graph and the command line are there since both lanes then take as long.
 PURE_1 := $(patsubst %,tests/test_%.py,accounting bad_dumps boundaries canonical checkpoints curves disclosure docs \
   dumps experiment_report hit_curves hostile intervals inversion libcachesim locality lookahead plan policies \
-  priorities)
+  predictors prefetch priorities)
 PURE_2 := $(patsubst %,tests/test_%.py,lab_report published_values quantities queues reclaim_report reclaim_views report \
   sample schemas simulate simulate_cli streams sweep trace user_cache warehouse)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

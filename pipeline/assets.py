@@ -29,7 +29,8 @@ from pipeline.inversion import INPUTS, PARTITION, inversion_rows, stored_inversi
 from pipeline.locality import OVERLAP_TOP_EXPERTS
 from pipeline.locality import domain_overlap as measure_domain_overlap
 from pipeline.locality import trace_locality as measure_trace_locality
-from pipeline.lookahead import lookahead_recall as measure_lookahead_recall
+from pipeline.lookahead import lookahead_tables
+from pipeline.predictors import recorded
 from pipeline.replays import AUTOMATIC, Conditions, pool_of, replay_all, usable_mechanism
 from pipeline.reporting import reporting_block as answer_reporting_block
 from pipeline.results import check_rows, trace_inputs, trace_row, write_result
@@ -45,6 +46,7 @@ from warehouse.build import build_warehouse
 TRACES = dg.DynamicPartitionsDefinition(name="traces")
 DUMP_TAG = "expert_tier/dump"
 HIT_RATE_TABLES = ("hit_rate", "hit_rate_layer")
+RECALL_TABLES = ("lookahead_recall", "lookahead_recall_missed")
 
 
 class DataFolderResource(dg.ConfigurableResource[DataFolder]):
@@ -270,9 +272,36 @@ trace_locality = _per_trace(
 miss_ratio_curve = _per_trace(
     "miss_ratio_curve", simulate_miss_ratio_curve, description="Simulated curves per policy.", show=_show_curve
 )
-lookahead_recall = _per_trace(
-    "lookahead_recall", measure_lookahead_recall, description="Recall of two predictors.", show=_show_recall
+
+
+@dg.multi_asset(
+    name="lookahead",
+    specs=[
+        dg.AssetSpec(
+            name,
+            deps=[routing],
+            group_name="expert_tier",
+            kinds={"parquet"},
+            description=f"{said} {TABLES[name].grain}",
+        )
+        for name, said in (
+            ("lookahead_recall", "Recall of nine predictors beside their nulls."),
+            ("lookahead_recall_missed", "The same on the accesses that can pay."),
+        )
+    ],
+    partitions_def=TRACES,
+    check_specs=[spec for name in RECALL_TABLES for spec in schema_check_specs(name)],
+    can_subset=False,
 )
+def lookahead(context: dg.AssetExecutionContext, data: DataFolderResource) -> Iterator[Any]:
+    """Makes every plan once for both tables."""
+    file = data.folder.trace_file(context.partition_key)
+    trace = read_trace(file)
+    frames = dict(zip(RECALL_TABLES, lookahead_tables(trace, recorded_plan=recorded(file, trace)), strict=True))
+    for name, frame in frames.items():
+        show = _show_recall if name == "lookahead_recall" else _nothing
+        partition, inputs = context.partition_key, trace_inputs(trace.metadata)
+        yield from _written(data.folder, name, partition, frame, inputs, show, key=name)
 
 
 @dg.asset(
@@ -429,7 +458,7 @@ def _bytes_text(size_bytes: int | None) -> str:
         *HIT_RATE_TABLES,
         reporting_block,
         miss_ratio_curve,
-        lookahead_recall,
+        *RECALL_TABLES,
         domain_overlap,
         inversion,
         *REPLAY_TABLES,
@@ -462,7 +491,7 @@ PER_TRACE = (
     hit_rates,
     reporting_block,
     miss_ratio_curve,
-    lookahead_recall,
+    lookahead,
 )
 REPLAYS = (native_replay,)
 OVER_TRACES = (domain_overlap, inversion, warehouse, report)

@@ -5,6 +5,7 @@ are loaded only by the commands that need them.
 """
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -23,12 +24,16 @@ from pipeline.dumps.blocks import MalformedDump, RefusedDump
 from pipeline.ingest import Ingested, WrongMetadata, ingest, inspect, read_user_metadata
 from pipeline.replays import Conditions, ReplayFailed, compiling_ahead, pool_of, replay_all, usable_mechanism
 from pipeline.results import stale_traces
-from replayer.command import Parser, run
+from replayer.command import Parser, choice, count, run
 from replayer.machine import storage_of
+from replayer.plan import MalformedPlan, write_plan
 from replayer.pool import MalformedPool, Pool
 from replayer.quantities import format_bytes
-from replayer.trace import MalformedTrace
+from replayer.simulate import UnusableRequest
+from replayer.trace import MalformedTrace, Trace, read_trace
+from schemas.columns import COLUMNS, PREDICTORS
 from schemas.files import ENVIRONMENT_VARIABLE, DataFolder
+from schemas.tables import TABLES
 from schemas.trace import TraceMetadata
 from schemas.validation import ContractViolation
 
@@ -122,6 +127,27 @@ def _parser() -> argparse.ArgumentParser:
         _inversion,
         "Why LRU falls under a static table at tiny budgets: synthetic routes replayed both ways, in every order.",
     )
+    command.add_argument("--json", action="store_true", help="print one JSON document")
+
+    command = add(
+        "lookahead",
+        _lookahead,
+        "What a predictor of experts names of a trace: its recall, precision and coverage; and its plan as a file.",
+    )
+    command.add_argument("trace", metavar="TRACE_ID")
+    command.add_argument("--predictor", required=True, type=choice(PREDICTORS), metavar="P",
+                         help=f"one of {', '.join(PREDICTORS)}")  # fmt: skip
+    command.add_argument(
+        "--depth", type=count, metavar="D", help="layers between the event it is made at and its target (default: 1)"
+    )
+    command.add_argument("--width", type=count, metavar="M", help="most experts it names (default: the trace's k)")
+    command.add_argument(
+        "--fit", metavar="FIT",
+        help="what it learns from: first:F of the steps (default: first:0.6), TRACE_ID or TRACE_ID:first:F; scored is "
+        "what it did not learn from",
+    )  # fmt: skip
+    command.add_argument("--seed", type=count, default=0, metavar="N", help="of what is drawn (default: 0)")
+    command.add_argument("--out", type=Path, metavar="PLAN.parquet", help="write the plan there")
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
     command = add("bundle", _bundle, "Writes the results of a lab into a folder that another data folder can take.")
@@ -293,6 +319,82 @@ def _materialize(
         "warehouse": str(data.warehouse),
         "report": str(data.report),
     }
+
+
+def _lookahead(arguments: argparse.Namespace) -> int:
+    from pipeline.lookahead import FIT_FRACTION, TAKES, predict, recall_rows, score_window
+    from pipeline.predictors import first_part, parse_fit
+
+    data, predictor = _folder(arguments), arguments.predictor
+    taken = TAKES[predictor]
+    for option in ("depth", "width", "fit"):
+        if getattr(arguments, option) is not None and option not in taken:
+            raise WrongCall(f"--{option}, but predictor {predictor} knows none; leave it out")
+    for option in ("depth", "width"):
+        if getattr(arguments, option) == 0:
+            raise WrongCall(f"--{option} 0, wanted at least 1")
+    trace = _trace_of(data, arguments.trace)
+    if arguments.fit is None:
+        fit = first_part(trace, FIT_FRACTION)
+    else:
+        fit = parse_fit(arguments.fit, trace, functools.partial(_trace_of, data))
+    with _Progress(f"predicting {arguments.trace} by {predictor}"):
+        found = predict(
+            trace, data.trace_file(arguments.trace), predictor, depth=arguments.depth or 1,
+            width=arguments.width or trace.top_k, fit=fit, seed=arguments.seed,
+        )  # fmt: skip
+        window = score_window(trace, fit if "fit" in taken else None)
+        row = recall_rows(trace, found, window, seed=arguments.seed)[-1]
+        if arguments.out is not None:
+            write_plan(arguments.out, found.plan, trace)
+    if arguments.json:
+        document = {name: row[name] for name in TABLES["lookahead_recall"].column_names if name != "layer_id"}
+        print(json.dumps({**document, "out": None if arguments.out is None else str(arguments.out)}))
+        return 0
+    print("\n".join(_recalled(row)))
+    if arguments.out is not None:
+        print(f"  plan for {int(found.plan.covered.sum()):,} events → {arguments.out}")
+    return 0
+
+
+def _trace_of(data: DataFolder, trace_id: str) -> Trace:
+    there = data.trace_ids()
+    if trace_id not in there:
+        known = f"known: {', '.join(there[:5])}" if there else "make one with: expert-tier ingest DUMP"
+        raise WrongCall(f"no trace {trace_id[:80]!r} in {data.traces}; {known}")
+    return read_trace(data.trace_file(trace_id))
+
+
+def _recalled(row: dict[str, Any]) -> list[str]:
+    """What a plan names, each ratio beside its parts."""
+    distances = [
+        f"{row[name]} {noun}{'' if row[name] == 1 else 's'} ahead"
+        for name, noun in (("lookahead_layers", "layer"), ("lookahead_steps", "step"))
+        if row[name]
+    ]
+    told = [
+        row["predictor"],
+        *distances,
+        *([] if row["width"] is None else [f"{row['width']} wide"]),
+        *([] if row["fit"] is None else [f"fitted on {row['fit']}"]),
+        f"seed {row['seed']}",
+    ]
+    lines = [
+        f"{row['trace_id']}: {', '.join(told)}",
+        f"  scored: phase {row['phase']}, steps {row['warm_steps']} to {row['step_end']}, {row['events']:,} events",
+    ]
+    for said, name in (
+        ("recall, all events", "recall_all"),
+        ("  shuffled", "shuffled_recall_all"),
+        ("  by chance", "chance_recall_all"),
+        ("recall, covered events", "recall_covered"),
+        ("precision", "precision"),
+        ("hint coverage", "hint_coverage"),
+    ):
+        part, whole = COLUMNS[name].ratio or ("", "")
+        value = "-" if row[name] is None else f"{row[name]:.4f}"
+        lines.append(f"  {said:<24}{value:>8}  {row[part]:>14,.0f} of {row[whole]:,} {whole.replace('_', ' ')}")
+    return lines
 
 
 def _query(arguments: argparse.Namespace) -> int:
@@ -548,9 +650,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.function(arguments)
         return status
 
-    wrong_call: tuple[type[Exception], ...] = (WrongCall, WrongMetadata)
+    wrong_call: tuple[type[Exception], ...] = (WrongCall, WrongMetadata, UnusableRequest)
     failed: tuple[type[Exception], ...] = (
-        MalformedDump, RefusedDump, MalformedTrace, ContractViolation, UnknownTrace, UnusableBundle, WorkFailed,
+        MalformedDump, RefusedDump, MalformedTrace, MalformedPlan, ContractViolation, UnknownTrace, UnusableBundle,
+        WorkFailed,
     )  # fmt: skip
     from warehouse.build import QueryFailed, WarehouseMissing
 

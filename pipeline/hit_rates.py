@@ -64,7 +64,7 @@ def hit_rate(trace: Trace) -> tuple[pl.DataFrame, pl.DataFrame]:
             names=POLICIES,
             scope=scope,
             semantics=TABLE_SEMANTICS,
-            capacities=[Capacity(experts=number) for number in _in_scope(trace, scope, _table_capacities(trace))],
+            capacities=[Capacity(experts=number) for number in _in_scope(trace, scope, table_capacities(trace))],
             choices=Choices(fit=fit),
         )
         found = with_nulls(with_intervals(replay, decided(replay)), shuffled, decided(shuffled))
@@ -103,7 +103,8 @@ def miss_ratio_curve(trace: Trace) -> pl.DataFrame:
     return TABLES["miss_ratio_curve"].frame({name: row[name] for name in table_columns} for row in rows)
 
 
-def _table_capacities(trace: Trace) -> list[int]:
+def table_capacities(trace: Trace) -> list[int]:
+    """Experts per layer at which the table hit_rate is simulated."""
     experts = max(trace.metadata.experts_per_layer)
     return sorted({max(1, math.ceil(share * experts)) for share in CAPACITY_SHARES})
 
@@ -111,7 +112,7 @@ def _table_capacities(trace: Trace) -> list[int]:
 def _curve_capacities(trace: Trace) -> list[int]:
     """Experts per layer, spaced evenly on a log scale, with k, the table's capacities and all experts among them."""
     experts = max(trace.metadata.experts_per_layer)
-    return sorted({*_spaced(experts, CURVE_POINTS), min(trace.top_k, experts), *_table_capacities(trace)})
+    return sorted({*_spaced(experts, CURVE_POINTS), min(trace.top_k, experts), *table_capacities(trace)})
 
 
 def _spaced(last: int, points: int) -> set[int]:

@@ -1,101 +1,79 @@
-"""Canonical trace → lookahead plans → their recall, precision and coverage.
+"""Lookahead plans → what they are worth before any cache is asked: recall, precision, coverage, beside their nulls.
 
-A *predictor* is a function trace → `Plan`; `score_plan` counts what a plan named of what events accessed and knows no
-predictor. Out: rows of `lookahead_recall`; what each column means is in `schemas`. Delivering a plan to a cache does
-not belong here, and nothing is read or written.
+`score_plan` counts what a plan named of what events accessed and knows no predictor; `score_misses` does the same for
+the accesses that a cache missed, the only ones a plan can help. Out: rows of `lookahead_recall` and of
+`lookahead_recall_missed`; what each column means is in `schemas`. Plans are made in `predictors`; what they save is
+another matter.
 
-Letters: N events, L layers, P pairs, E experts, M experts named at most. A layer is its ordinal among the trace's MoE
-layers, and so is a distance in layers: the next MoE layer is one away, dense layers between or not.
+Letters: N events, L layers, E experts, A accesses.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from replayer.simulate import UnusableRequest, default_phase
-from replayer.trace import IntArray, Trace, events_of_phase, steps_without_warmup
-from schemas.columns import PHASES
+from pipeline.hit_rates import table_capacities
+from pipeline.predictors import (
+    Fit,
+    conditional,
+    first_part,
+    first_step_after,
+    frequency,
+    learned,
+    narrowed,
+    oracle,
+    popularity,
+    previous_token,
+    random,
+    recorded,
+    shuffled,
+    union,
+    union_of_event,
+)
+from replayer import recency
+from replayer.caches import Caches, Events
+from replayer.plan import Plan
+from replayer.simulate import UnusableRequest, default_order, default_phase
+from replayer.trace import IntArray, Trace, events_of_phase, steps_without_warmup, walk
+from schemas.columns import PREDICTORS
 from schemas.tables import TABLES
 from schemas.trace import PHASE_CODES
 
 FIT_FRACTION = Fraction("0.6")
-DEPTHS = (1, 2, 3, 4)
+DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 WIDTH_FACTORS = (1, 2)
 
 _WARMUP = PHASE_CODES["warmup"]
-_NUM_PHASES = len(PHASES)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a predictor named for each event of a trace before it ran.
+class Prediction:
+    """A plan and what tells it from the others: the key of `lookahead_recall` without trace, phase and layer.
 
-    covered: (N,) whether there is a prediction at all; first_id: (N + 1,) offsets into expert_ids: the named experts,
-    most wanted first. A covered event without experts is a prediction that nothing is needed.
+    fit, lookahead_layers, lookahead_steps and width are null where there is no such thing. Of each prediction at most
+    the first `read` experts count (null: all).
     """
 
-    covered: npt.NDArray[np.bool_]
-    first_id: IntArray
-    expert_ids: npt.NDArray[np.uint16]
+    plan: Plan
+    predictor: str
+    fit: str | None = None
+    lookahead_layers: int | None = None
+    lookahead_steps: int | None = None
+    width: int | None = None
+    read: int | None = None
 
-
-def previous_token(trace: Trace) -> Plan:
-    """Names the union of the same layer's previous event, warm-up aside, in order of first mention.
-
-    Previous is meant in recorded order, so after a prefill the first decode event is told the whole union of it, and
-    a speculative pass the experts of the pass before. The first event of a layer is not covered.
-    """
-    sources = _previous_events(trace.event_layer, trace.event_phase, len(trace.layer_first_object) - 1)
-    first_id, expert_ids = _unions(sources, trace.expert_ids, trace.event_first_row, trace.num_objects)
-    return Plan(sources >= 0, first_id, expert_ids)
-
-
-def conditional(trace: Trace, *, depth: int, width: int, fit_steps: int) -> Plan:
-    """Names the `width` experts most often seen `depth` layers on from the experts of an event.
-
-    An event of layer l is paired with the next event of layer l + depth of the same step and phase in recorded order,
-    unless layer l comes again before it: passes of one step do not mix. Over the pairs of the first `fit_steps` steps
-    (warm-up aside, every phase) count[s, e] is the number of pairs with s in the first event and e in the second. The
-    prediction made at an event with experts S ranks e by
-
-        Σ over s in S of count[s, e] ÷ Σ over e' of count[s, e'],
-
-    sums taken to the nearest 2⁻³², ties to the lowest id. An expert of sum 0 was never seen and is not named, so a
-    prediction may be shorter than `width` or empty. Covered are paired events after the fitted steps: never an event
-    of the first `depth` layers, nor one that the table was fitted on.
-
-    Cost: one E × E table at a time; time grows with events × experts per event × E.
-
-    Raises:
-        UnusableRequest: depth or width is below 1.
-    """
-    if min(depth, width) < 1:
-        raise UnusableRequest(f"depth {depth} and width {width} of a prediction, wanted at least 1 of each")
-    num_layers = len(trace.layer_first_object) - 1
-    sources = _paired_events(trace.event_layer, trace.event_step, trace.event_phase, num_layers, depth)
-    is_fitted = trace.event_step < _first_step_after(trace, fit_steps)
-    fitted, asked = (np.flatnonzero((sources >= 0) & window) for window in (is_fitted, ~is_fitted))
-    rows = (trace.expert_ids, trace.event_first_row)
-    named = np.zeros((len(asked), width), dtype=np.uint16)  # (P, M)
-    lengths = np.zeros(len(asked), dtype=np.int64)  # (P,)
-    experts = np.diff(trace.layer_first_object)
-    for layer in range(depth, num_layers):
-        fit = fitted[trace.event_layer[fitted] == layer]
-        count = _pair_counts(sources[fit], fit, *rows, experts[layer - depth], experts[layer])
-        ask = np.flatnonzero(trace.event_layer[asked] == layer)
-        _name_likeliest(ask, sources[asked], *rows, count, named, lengths)
-    covered = np.zeros(len(sources), dtype=bool)
-    covered[asked] = True
-    ids_of_event = np.zeros(len(sources), dtype=np.int64)
-    ids_of_event[asked] = lengths
-    is_named = np.arange(width) < lengths[:, np.newaxis]  # (P, M)
-    return Plan(covered, _offsets(ids_of_event), named[is_named])
+    @property
+    def key(self) -> dict[str, Any]:
+        """The columns."""
+        names = ("predictor", "fit", "lookahead_layers", "lookahead_steps", "width")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -119,8 +97,7 @@ def score_plan(trace: Trace, plan: Plan, scored: npt.NDArray[np.bool_], *, width
     Raises:
         ValueError: the plan is of another trace: it has other events, or names an expert its layer does not have.
     """
-    if not len(plan.covered) == len(plan.first_id) - 1 == len(trace.event_layer):
-        raise ValueError(f"a plan for {len(plan.covered)} events, the trace has {len(trace.event_layer)}")
+    _check_events(trace, plan)
     num_layers = len(trace.layer_first_object) - 1
     counts = np.zeros((6, num_layers), dtype=np.int64)
     chance = np.zeros(num_layers, dtype=np.float64)
@@ -143,220 +120,254 @@ def score_plan(trace: Trace, plan: Plan, scored: npt.NDArray[np.bool_], *, width
     return PlanScore(**dict(zip(names, counts, strict=True)), chance_predicted_accesses=chance)
 
 
-def lookahead_recall(
+def _check_events(trace: Trace, plan: Plan) -> None:
+    if not len(plan.covered) == len(plan.first_id) - 1 == len(trace.event_layer):
+        raise ValueError(f"a plan for {len(plan.covered)} events, the trace has {len(trace.event_layer)}")
+
+
+@dataclass(frozen=True)
+class Misses:
+    """What a cache does not hold when it is asked: first_id (N + 1,) offsets into expert_ids, those of each event."""
+
+    policy: str
+    scope: str
+    semantics: str
+    access_order: str
+    capacity_experts_total: int
+    first_id: IntArray
+    expert_ids: npt.NDArray[np.uint16]
+
+
+def lru_misses(trace: Trace, *, capacity_experts_total: int) -> Misses:
+    """Misses of one LRU over all layers, event-atomic, on the whole trace from an empty cache; warm-up has none."""
+    order = default_order(trace)
+    asked = walk(trace, 0, len(steps_without_warmup(trace)), order=order)
+    caches = Caches(None, np.array([capacity_experts_total]), np.array([0, trace.num_objects]))
+    was_hit = np.zeros(len(asked.objects), dtype=np.uint8)
+    events = Events(asked.objects, asked.first_access, np.zeros(asked.num_events, dtype=np.int32), asked.step)
+    recency.lru(recency.lru_state(caches), events, caches, True, was_hit)
+    missed = np.flatnonzero(was_hit == 0)
+    event_of = np.repeat(np.flatnonzero(trace.event_phase != _WARMUP), np.diff(asked.first_access))[missed]
+    first_object = trace.layer_first_object[trace.event_layer[event_of]]
+    per_event = np.bincount(event_of, minlength=len(trace.event_layer))
+    return Misses(
+        "lru", "global", "event_atomic", order, capacity_experts_total,
+        np.concatenate([[0], np.cumsum(per_event)]).astype(np.int64),
+        (asked.objects[missed] - first_object).astype(np.uint16),
+    )  # fmt: skip
+
+
+def score_misses(
+    trace: Trace, plan: Plan, misses: Misses, scored: npt.NDArray[np.bool_], *, width: int | None = None
+) -> dict[str, float]:
+    """`misses`, `predicted_misses` and `chance_predicted_misses` over the events of `scored` (N,) and all layers.
+
+    Raises:
+        ValueError: the plan is of a trace of other events.
+    """
+    _check_events(trace, plan)
+    counts = np.zeros(2, dtype=np.int64)
+    chance = _score_misses(
+        np.flatnonzero(scored),
+        trace.event_layer,
+        np.diff(trace.layer_first_object),
+        misses.first_id,
+        misses.expert_ids,
+        plan.first_id,
+        plan.expert_ids,
+        len(plan.expert_ids) if width is None else width,
+        counts,
+    )
+    missed, predicted = counts.tolist()
+    return {"misses": missed, "predicted_misses": predicted, "chance_predicted_misses": chance}
+
+
+def lookahead_recall(trace: Trace, **choices: Any) -> pl.DataFrame:
+    """The table `lookahead_recall` alone; as `lookahead_tables`."""
+    return lookahead_tables(trace, **choices)[0]
+
+
+def lookahead_tables(
     trace: Trace,
     *,
     fit_fraction: Fraction = FIT_FRACTION,
     depths: Sequence[int] = DEPTHS,
     width_factors: Sequence[int] = WIDTH_FACTORS,
-) -> pl.DataFrame:
-    """The table `lookahead_recall` of one trace: per predictor, depth and width a row per target layer, then the total.
+    names: Sequence[str] = PREDICTORS,
+    recorded_plan: Plan | None = None,
+    seed: int = 0,
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The tables `lookahead_recall` and `lookahead_recall_missed` of one trace.
 
-    `conditional` is fitted on the first floor(fit_fraction × steps) steps, warm-up aside. Both predictors are scored
-    over the rest, so that they compare: decode events where the trace has any, else all. All scored events count,
-    those no prediction reaches too. Widths are the factors × k, at most the experts of the layer with the most.
-    Depths that no layer of the trace can reach are left out.
+    The first has per predictor, depth and width a row per target layer, then the total; the second per such total a
+    row per capacity of the table `hit_rate`, of one LRU over all layers. What learns does so on the first
+    floor(fit_fraction × steps) steps, warm-up aside; all are scored over the rest, so that they compare: decode events
+    where the trace has any, else all. All scored events count, those no prediction reaches too. Widths are the factors
+    × k, at most the experts of the layer with the most. Depths that no layer of the trace can reach are left out.
+    `recorded_plan` is what the trace's file holds (`predictors.recorded`).
 
     Raises:
         UnusableRequest: the fraction is not between 0 and 1, or a depth or width factor is below 1.
     """
     if not 0 < fit_fraction < 1:
         raise UnusableRequest(f"fit fraction {float(fit_fraction)}, wanted 0 < fraction < 1")
+    fit = first_part(trace, fit_fraction)
+    window = score_window(trace, fit)
+    shares = {int(number) * len(trace.metadata.moe_layer_ids) for number in table_capacities(trace)}
+    caches = [lru_misses(trace, capacity_experts_total=total) for total in sorted(shares)]
+    rows: list[dict[str, Any]] = []
+    on_misses: list[dict[str, Any]] = []
+    for one in _predictions(trace, fit, depths, width_factors, names, recorded_plan, seed):
+        rows += recall_rows(trace, one, window, seed=seed)
+        for cache in caches:
+            counts = score_misses(trace, one.plan, cache, window.scored, width=one.read)
+            contract = {
+                name: getattr(cache, name)
+                for name in ("policy", "scope", "semantics", "access_order", "capacity_experts_total")
+            }
+            columns = {**one.key, **window.contract, **contract, **counts, "accesses": rows[-1]["accesses"]}
+            on_misses.append({**columns, **_ratios("lookahead_recall_missed", columns)})
+    return TABLES["lookahead_recall"].frame(rows), TABLES["lookahead_recall_missed"].frame(on_misses)
+
+
+@dataclass(frozen=True)
+class ScoreWindow:
+    """Which events count, (N,), and the columns that say so."""
+
+    scored: npt.NDArray[np.bool_]
+    contract: dict[str, Any]
+
+
+def score_window(trace: Trace, fit: Fit | None) -> ScoreWindow:
+    """Decode events where there are any, else all; of a trace that is fitted only those after the fitted steps."""
     phase = default_phase(trace)
-    steps = len(steps_without_warmup(trace))
-    fit_steps = math.floor(fit_fraction * steps)
-    scored = events_of_phase(trace, phase) & (trace.event_step >= _first_step_after(trace, fit_steps))
-    contract: dict[str, object] = {
-        "trace_id": trace.metadata.trace_id,
-        "phase": phase,
-        "step_begin": 0,
-        "step_end": steps,
-        "warm_steps": fit_steps,
-    }
-    rows = _rows_of(
-        trace,
-        score_plan(trace, previous_token(trace), scored),
+    warm_steps = 0 if fit is None or fit.other is not None else fit.steps
+    scored = events_of_phase(trace, phase) & (trace.event_step >= first_step_after(trace, warm_steps))
+    return ScoreWindow(
+        scored,
         {
-            **contract,
-            "predictor": "previous_token",
-            "fit": None,
-            "lookahead_layers": 0,
-            "lookahead_steps": 1,
-            "width": None,
+            "trace_id": trace.metadata.trace_id,
+            "phase": phase,
+            "step_begin": 0,
+            "step_end": len(steps_without_warmup(trace)),
+            "warm_steps": warm_steps,
         },
     )
+
+
+def _predictions(
+    trace: Trace,
+    fit: Fit,
+    depths: Sequence[int],
+    width_factors: Sequence[int],
+    names: Sequence[str],
+    recorded_plan: Plan | None,
+    seed: int,
+) -> Iterator[Prediction]:
+    """The predictions of the tables. A plan is made at the largest width and read at each: they begin alike."""
+    num_layers = len(trace.layer_first_object) - 1
     most_experts = int(np.diff(trace.layer_first_object).max())
     widths = sorted({min(factor * trace.top_k, most_experts) for factor in width_factors})
-    num_layers = len(trace.layer_first_object) - 1
-    for depth in sorted({depth for depth in depths if depth < num_layers}):
-        plan = conditional(trace, depth=depth, width=widths[-1], fit_steps=fit_steps)
+    reached = sorted({depth for depth in depths if depth < num_layers})
+    previous = previous_token(trace)
+    if "previous_token" in names:
+        yield Prediction(previous, "previous_token", None, 0, 1)
+    if "frequency" in names:
+        plan = frequency(trace, width=widths[-1], fit=fit)
+        yield from (Prediction(plan, "frequency", fit.text, width=width, read=width) for width in widths)
+    for depth in reached if {"conditional", "union"} & set(names) else ():
+        plan = conditional(trace, depth=depth, width=widths[-1], fit=fit)
         for width in widths:
-            rows += _rows_of(
-                trace,
-                score_plan(trace, plan, scored, width=width),
-                {
-                    **contract,
-                    "predictor": "conditional",
-                    "fit": f"first:{_decimal(fit_fraction)}",
-                    "lookahead_layers": depth,
-                    "lookahead_steps": 0,
-                    "width": width,
-                },
-            )
-    return TABLES["lookahead_recall"].frame(rows)
+            if "conditional" in names:
+                yield Prediction(plan, "conditional", fit.text, depth, 0, width, width)
+            if "union" in names:
+                both = union(previous, narrowed(plan, width=width))
+                yield Prediction(both, "union", fit.text, depth, 0, width)
+    if "learned" in names and reached:
+        plan = learned(trace, depth=reached[0], width=widths[-1], fit=fit)
+        yield from (Prediction(plan, "learned", fit.text, reached[0], 0, width, width) for width in widths)
+    if "recorded" in names and recorded_plan is not None:
+        yield Prediction(recorded_plan, "recorded")
+    if "oracle" in names:
+        layers, steps = (1, 0) if num_layers > 1 else (0, 1)
+        yield Prediction(oracle(trace), "oracle", None, layers, steps)
+    if "random" in names:
+        plan = random(trace, width=widths[-1], seed=seed)
+        yield from (Prediction(plan, "random", width=width, read=width) for width in widths)
+    if "popularity" in names:
+        plan = popularity(trace, width=widths[-1], fit=fit, seed=seed)
+        yield from (Prediction(plan, "popularity", fit.text, width=width, read=width) for width in widths)
 
 
-def _rows_of(trace: Trace, score: PlanScore, key: dict[str, object]) -> list[dict[str, object]]:
-    columns = {name: [*values.tolist(), values.sum().item()] for name, values in vars(score).items()}
-    for column in TABLES["lookahead_recall"].columns:
-        if column.ratio is not None:
-            parts, wholes = (columns[name] for name in column.ratio)
-            columns[column.name] = [part / whole if whole else None for part, whole in zip(parts, wholes, strict=True)]
+TAKES = {
+    "previous_token": (),
+    "frequency": ("width", "fit"),
+    "conditional": ("depth", "width", "fit"),
+    "union": ("depth", "width", "fit"),
+    "learned": ("depth", "width", "fit"),
+    "recorded": (),
+    "oracle": ("depth",),
+    "random": ("width",),
+    "popularity": ("width", "fit"),
+}
+"""What each predictor can be told; a seed also draws the shuffled null, so any of them may have one."""
+
+
+def predict(
+    trace: Trace, path: Path, predictor: str, *, depth: int = 1, width: int, fit: Fit, seed: int = 0
+) -> Prediction:
+    """The prediction of one predictor by name, which looks at what `TAKES` says; `path` is the trace's own file.
+
+    Raises:
+        UnusableRequest: the trace has no recorded predictions, or no layer that many layers before another.
+        MalformedTrace: its recorded predictions cannot be read.
+    """
+    num_layers = len(trace.layer_first_object) - 1
+    if "depth" in TAKES[predictor] and depth >= num_layers:
+        raise UnusableRequest(f"depth {depth}, but trace {trace.metadata.trace_id} has {num_layers} MoE layers")
+    if predictor == "recorded":
+        plan = recorded(path, trace)
+        if plan is None:
+            raise UnusableRequest(f"trace {trace.metadata.trace_id} has no recorded predictions; its dump held none")
+        return Prediction(plan, "recorded")
+    if predictor == "previous_token":
+        return Prediction(previous_token(trace), "previous_token", None, 0, 1)
+    if predictor == "oracle":
+        return Prediction(oracle(trace, depth=depth), "oracle", None, depth, 0)
+    if predictor == "random":
+        return Prediction(random(trace, width=width, seed=seed), "random", width=width)
+    if predictor == "frequency":
+        return Prediction(frequency(trace, width=width, fit=fit), "frequency", fit.text, width=width)
+    if predictor == "popularity":
+        return Prediction(popularity(trace, width=width, fit=fit, seed=seed), "popularity", fit.text, width=width)
+    by_source = learned if predictor == "learned" else conditional
+    plan = by_source(trace, depth=depth, width=width, fit=fit)
+    if predictor == "union":
+        plan = union(previous_token(trace), plan)
+    return Prediction(plan, predictor, fit.text, depth, 0, width)
+
+
+def recall_rows(trace: Trace, one: Prediction, window: ScoreWindow, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows of `lookahead_recall`: one per layer, in order, then the total; the shuffled null is drawn from the seed."""
+    score = score_plan(trace, one.plan, window.scored, width=one.read)
+    null = score_plan(trace, shuffled(one.plan, trace, seed=seed, among=window.scored), window.scored, width=one.read)
+    counted = {**vars(score), "shuffled_predicted_accesses": null.predicted_accesses}
+    columns = {name: [*values.tolist(), values.sum().item()] for name, values in counted.items()}
     layer_ids: list[int | None] = [*trace.metadata.moe_layer_ids, None]
-    return [
-        {**key, "layer_id": layer_id, **{name: values[place] for name, values in columns.items()}}
-        for place, layer_id in enumerate(layer_ids)
-    ]
+    rows = []
+    for place, layer_id in enumerate(layer_ids):
+        counts = {name: values[place] for name, values in columns.items()}
+        ratios = _ratios("lookahead_recall", counts)
+        rows.append({**one.key, **window.contract, "layer_id": layer_id, "seed": seed, **counts, **ratios})
+    return rows
 
 
-def _decimal(fraction: Fraction) -> str:
-    return str(float(fraction)) if Fraction(str(float(fraction))) == fraction else str(fraction)
+def _ratios(table: str, counts: dict[str, Any]) -> dict[str, float | None]:
+    named = {column.name: column.ratio for column in TABLES[table].columns if column.ratio is not None}
+    return {name: counts[part] / counts[whole] if counts[whole] else None for name, (part, whole) in named.items()}
 
 
-def _first_step_after(trace: Trace, fit_steps: int) -> int:
-    """The step_id of the first step after `fit_steps` steps, counted without warm-up steps."""
-    steps = steps_without_warmup(trace)
-    return int(steps[fit_steps]) if fit_steps < len(steps) else np.iinfo(np.int64).max
-
-
-def _offsets(lengths: IntArray) -> IntArray:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-@numba.njit(cache=True)
-def _previous_events(event_layer, event_phase, num_layers):  # type: ignore[no-untyped-def]
-    """(N,) the event of the same layer before each event, or −1."""
-    previous = np.full(num_layers, -1, dtype=np.int64)
-    sources = np.full(len(event_layer), -1, dtype=np.int64)
-    for event in range(len(event_layer)):
-        if event_phase[event] != _WARMUP:
-            sources[event] = previous[event_layer[event]]
-            previous[event_layer[event]] = event
-    return sources
-
-
-@numba.njit(cache=True)
-def _paired_events(event_layer, event_step, event_phase, num_layers, depth):  # type: ignore[no-untyped-def]
-    """(N,) the event `depth` layers before each event in the same pass, or −1."""
-    waiting = np.full((_NUM_PHASES, num_layers), -1, dtype=np.int64)
-    sources = np.full(len(event_layer), -1, dtype=np.int64)
-    for event in range(len(event_layer)):
-        layer, phase = event_layer[event], event_phase[event]
-        if phase == _WARMUP:
-            continue
-        if layer >= depth:
-            source = waiting[phase, layer - depth]
-            if source >= 0 and event_step[source] == event_step[event]:
-                sources[event] = source
-                waiting[phase, layer - depth] = -1
-        waiting[phase, layer] = event
-    return sources
-
-
-@numba.njit(cache=True)
-def _union(event, expert_ids, event_first_row, seen_in, mark, members):  # type: ignore[no-untyped-def]
-    """Writes the event's experts, in order of first mention, to `members` and returns how many there are."""
-    size = 0
-    for row in range(event_first_row[event], event_first_row[event + 1]):
-        for rank in range(expert_ids.shape[1]):
-            expert = expert_ids[row, rank]
-            if seen_in[expert] != mark:
-                seen_in[expert] = mark
-                members[size] = expert
-                size += 1
-    return size
-
-
-@numba.njit(cache=True)
-def _unions(sources, expert_ids, event_first_row, num_experts):  # type: ignore[no-untyped-def]
-    """((N + 1,) offsets, the experts of each event's source in order of first mention)."""
-    seen_in = np.full(num_experts, -1, dtype=np.int64)
-    members = np.empty(num_experts, dtype=np.uint16)
-    first_id = np.zeros(len(sources) + 1, dtype=np.int64)
-    for event in range(len(sources)):
-        size = 0
-        if sources[event] >= 0:
-            size = _union(sources[event], expert_ids, event_first_row, seen_in, event, members)
-        first_id[event + 1] = first_id[event] + size
-    named = np.empty(first_id[-1], dtype=np.uint16)
-    seen_in[:] = -1
-    for event in range(len(sources)):
-        if sources[event] >= 0:
-            size = _union(sources[event], expert_ids, event_first_row, seen_in, event, members)
-            named[first_id[event] : first_id[event + 1]] = members[:size]
-    return first_id, named
-
-
-@numba.njit(cache=True)
-def _pair_counts(  # type: ignore[no-untyped-def]
-    sources, targets, expert_ids, event_first_row, source_experts, target_experts
-):
-    """(E, E) pairs with the one expert in the source and the other in the target."""
-    count = np.zeros((source_experts, target_experts), dtype=np.uint32)
-    seen_in_source = np.full(source_experts, -1, dtype=np.int64)
-    seen_in_target = np.full(target_experts, -1, dtype=np.int64)
-    givens = np.empty(source_experts, dtype=np.int64)
-    members = np.empty(target_experts, dtype=np.int64)
-    for pair in range(len(sources)):
-        num_givens = _union(sources[pair], expert_ids, event_first_row, seen_in_source, pair, givens)
-        num_members = _union(targets[pair], expert_ids, event_first_row, seen_in_target, pair, members)
-        for given in givens[:num_givens]:
-            for member in members[:num_members]:
-                count[given, member] += 1
-    return count
-
-
-@numba.njit(cache=True)
-def _name_likeliest(ask, sources, expert_ids, event_first_row, count, named, lengths):  # type: ignore[no-untyped-def]
-    """Fills `named` and `lengths` at the places `ask`: the experts with the largest sums, largest first."""
-    source_experts, target_experts = count.shape
-    width = named.shape[1]
-    share = np.zeros(count.shape, dtype=np.float64)
-    for given in range(source_experts):
-        whole = 0
-        for expert in range(target_experts):
-            whole += count[given, expert]
-        if whole > 0:
-            for expert in range(target_experts):
-                share[given, expert] = count[given, expert] / whole
-    seen_in = np.full(source_experts, -1, dtype=np.int64)
-    givens = np.empty(source_experts, dtype=np.int64)
-    sums = np.empty(target_experts, dtype=np.float64)
-    best = np.empty(width, dtype=np.int64)
-    for place in ask:
-        num_givens = _union(sources[place], expert_ids, event_first_row, seen_in, place, givens)
-        sums[:] = 0
-        for given in givens[:num_givens]:
-            for expert in range(target_experts):
-                sums[expert] += share[given, expert]
-        size = 0
-        for expert in range(target_experts):
-            # On a grid: the order in which shares were added must not decide between equal sums.
-            rank = np.int64(np.rint(sums[expert] * 2.0**32))
-            if rank == 0 or (size == width and rank <= best[width - 1]):
-                continue
-            at = size if size < width else width - 1
-            while at > 0 and rank > best[at - 1]:
-                best[at] = best[at - 1]
-                named[place, at] = named[place, at - 1]
-                at -= 1
-            best[at] = rank
-            named[place, at] = expert
-            size = min(size + 1, width)
-        lengths[place] = size
-
-
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _score_events(  # type: ignore[no-untyped-def]
     events, event_layer, event_first_row, expert_ids, num_experts, covered, first_id, named, width, counts, chance
 ):
@@ -366,7 +377,7 @@ def _score_events(  # type: ignore[no-untyped-def]
     members = np.empty(num_experts.max(), dtype=np.int64)
     for event in events:
         layer = event_layer[event]
-        accesses = _union(event, expert_ids, event_first_row, accessed_in, event, members)
+        accesses = union_of_event(event, expert_ids, event_first_row, accessed_in, event, members)
         counts[0, layer] += 1
         counts[2, layer] += accesses
         if not covered[event]:
@@ -385,3 +396,24 @@ def _score_events(  # type: ignore[no-untyped-def]
         counts[5, layer] += found
         chance[layer] += accesses * predicted / num_experts[layer]
     return -1
+
+
+@numba.njit(cache=True, nogil=True)
+def _score_misses(  # type: ignore[no-untyped-def]
+    events, event_layer, num_experts, first_missed, missed, first_id, named, width, counts
+):
+    """Adds misses and those of them that were named to (2,) `counts`; returns how many chance would have named."""
+    named_in = np.full(1 << 16, -1, dtype=np.int64)
+    chance = 0.0
+    for event in events:
+        misses = first_missed[event + 1] - first_missed[event]
+        predicted = 0
+        for expert in named[first_id[event] : min(first_id[event + 1], first_id[event] + width)]:
+            if named_in[expert] != event:
+                named_in[expert] = event
+                predicted += 1
+        for expert in missed[first_missed[event] : first_missed[event + 1]]:
+            counts[1] += named_in[expert] == event
+        counts[0] += misses
+        chance += misses * predicted / num_experts[event_layer[event]]
+    return chance

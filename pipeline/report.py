@@ -115,7 +115,20 @@ _LABELS_IN_SENTENCES = {
     "belady_forced": "forced Belady",
     "belady_bypass": "Belady with bypass",
 }
-PREDICTOR_LABELS = {"previous_token": "previous token", "conditional": "conditional table"}
+PREDICTOR_LABELS = {
+    "previous_token": "previous token",
+    "conditional": "conditional table",
+    "union": "previous token and conditional table",
+    "learned": "logistic regression",
+    "frequency": "most frequent",
+    "recorded": "recorded by the engine",
+    "oracle": "oracle",
+    "popularity": "random by popularity",
+    "random": "random",
+}
+PLOTTED_PREDICTORS = ("previous_token", "conditional", "oracle")
+NULL_PREDICTORS = ("oracle", "popularity", "random")
+"""Bounds and nulls: in the table, but no finding."""
 UNKNOWN_FACTS = {
     "model": "the model",
     "engine": "the engine",
@@ -1108,7 +1121,8 @@ def _lookahead_blocks(trace: Row, rows: Sequence[Row], plots: Plots) -> list[Blo
 def _prediction_key(row: Row) -> tuple[Any, ...]:
     known = list(PREDICTOR_LABELS)
     rank = known.index(row["predictor"]) if row["predictor"] in known else len(known)
-    return rank, row["predictor"], row["fit"] or "", row["width"] or 0, row["lookahead_layers"], row["lookahead_steps"]
+    distance = row["lookahead_layers"] or 0, row["lookahead_steps"] or 0
+    return rank, row["predictor"], row["fit"] or "", row["width"] or 0, *distance
 
 
 def _predictions(totals: Sequence[Row]) -> list[list[Row]]:
@@ -1125,6 +1139,8 @@ def _predictor_name(row: Row) -> str:
 
 
 def _distance(row: Row) -> str:
+    if row["lookahead_layers"] is None:
+        return "at a time unknown" if row["predictor"] == "recorded" else "at any time"
     parts = [
         f"{row[column]} {plural(noun, row[column])} ahead"
         for column, noun in (("lookahead_layers", "layer"), ("lookahead_steps", "step"))
@@ -1137,8 +1153,15 @@ def _lookahead_findings(totals: Sequence[Row]) -> list[str]:
     findings = []
     scored = [row for row in totals if row["accesses"]]
     previous = next((row for row in scored if row["predictor"] == "previous_token"), None)
+    told: set[str] = set()
     for run in _predictions(scored):
         first, last = run[0], run[-1]
+        # Of the others the narrowest says enough; the table has all.
+        if first["predictor"] in NULL_PREDICTORS or (
+            first["predictor"] != "conditional" and first["predictor"] in told
+        ):
+            continue
+        told.add(first["predictor"])
         sentence = (
             f"{sentence_case(_predictor_name(first))}: names {amount(first['predicted_accesses'])} of "
             f"{amount(first['accesses'])} accesses {_distance(first)} ({percent(first['recall_all'])}; as many "
@@ -1165,17 +1188,19 @@ def _lookahead_findings(totals: Sequence[Row]) -> list[str]:
 
 
 def _recall_lines(totals: Sequence[Row]) -> list[Line]:
-    """Recall by layers ahead: a predictor and width each, with its chance; one without layers ahead lies level."""
+    """Recall by layers ahead: a predictor and width each, with its chance; one of no distance or any lies level."""
     depths = [row["lookahead_layers"] for row in totals if row["lookahead_layers"]] or [0, 1]
     lines = []
     styles = iter(WIDTH_STYLES + OTHER_STYLES * 4)
-    for run in _predictions([row for row in totals if row["accesses"]]):
+    known = set(PREDICTOR_LABELS) - set(PLOTTED_PREDICTORS)
+    for run in _predictions([row for row in totals if row["accesses"] and row["predictor"] not in known]):
         first = run[0]
         label = _predictor_name(first)
         detail = "" if first["fit"] is None else _fit_text(first["fit"])
-        if all(row["lookahead_layers"] == 0 for row in run):
+        if first["predictor"] == "oracle" or not any(row["lookahead_layers"] for row in run):
             recall = first["recall_all"]
-            lines.append(Line(label, ("ink", "--", ""), [min(depths), max(depths)], [recall, recall], detail))
+            style = ("ink", ":" if first["predictor"] == "oracle" else "--", "")
+            lines.append(Line(label, style, [min(depths), max(depths)], [recall, recall], detail))
             continue
         style = next(styles)
         x = [row["lookahead_layers"] for row in run]
@@ -1194,7 +1219,9 @@ def _recall_picture(trace: Row, rows: Sequence[Row], totals: Sequence[Row], plot
         axes.set_ylabel("recall over all events")
         axes.set_title("all layers")
         drawn = [plots.svg(figure, "Lookahead recall by layers ahead", described(lines, "at the largest distance"))]
-    nearest = [run[0] for run in _predictions(totals)]
+    drawn_above = {line.label for line in lines}
+    nearest = [run[0] for run in _predictions(totals) if _predictor_name(run[0]) in drawn_above]
+    nearest = [row for row in nearest if row["predictor"] != "oracle"]
     by_layer = [line for line in (_recall_of_layers(row, rows, lines) for row in nearest) if len(line.x) > 1]
     if by_layer:
         with drawing(PAGE_PLOT_INCHES) as (figure, axes):
@@ -1235,10 +1262,15 @@ def _recall_of_layers(total: Row, rows: Sequence[Row], lines: Sequence[Line]) ->
 
 
 def _recall_grid(totals: Sequence[Row]) -> Grid:
-    ratios = ("recall_all", "recall_covered", "precision", "hint_coverage", "chance_recall_all")
-    heads = ("recall, all events", "recall, covered events", "precision", "coverage", "recall by chance")
+    ratios = ("recall_all", "recall_covered", "precision", "hint_coverage", "chance_recall_all", "shuffled_recall_all")
+    heads = (
+        "recall, all events", "recall, covered events", "precision", "coverage", "recall by chance", "recall, shuffled",
+    )  # fmt: skip
     return Grid(
-        caption="Lookahead over all layers. Precision: named and accessed ÷ named. Coverage: events with a prediction.",
+        caption=(
+            "Lookahead over all layers. Precision: named and accessed ÷ named. Coverage: events with a prediction. "
+            "Shuffled: the same predictions at other times."
+        ),
         head=[[Cell("predictor", is_text=True), Cell("distance", is_text=True)] + [Cell(text) for text in heads]],
         rows=[
             [

@@ -20,7 +20,7 @@ from schemas.tables import TABLES, Table
 from schemas.trace import TraceMetadata
 from schemas.validation import ContractViolation, validate_table
 
-ANALYSIS_VERSION = 2
+ANALYSIS_VERSION = 3
 """Raised whenever the same trace would give other analyses; the nightly schedule then makes them again."""
 
 PER_TRACE_TABLES = (
@@ -32,6 +32,7 @@ PER_TRACE_TABLES = (
     "reporting_block",
     "miss_ratio_curve",
     "lookahead_recall",
+    "lookahead_recall_missed",
 )
 _PROVENANCE_KEY = b"expert_tier_provenance"
 

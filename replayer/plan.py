@@ -140,7 +140,10 @@ def read_plan(path: Path, trace: Trace) -> Plan:
                 counts = np.diff(ids[0])
                 lengths[targets] = counts
                 rows.append((targets, counts, ids[1]))
-    except (pa.ArrowException, UnicodeDecodeError) as error:
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        # pyarrow raises OSError for damaged content, too; only the operating system's own errors carry a number.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise MalformedPlan(f"{path}: no Parquet file of a lookahead plan: {said}") from None
     first_id = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -41,7 +41,9 @@ POLICIES = (
 SCORED_PHASES = ("prefill", "decode", "unknown", "all")
 CHECK_OUTCOMES = ("passed", "warned", "not_applicable")
 SOURCE_FORMATS = ("npz_experts", "route_csv_v1", "jsonl_tok_layers", "events_csv", "spec_jsonl")
-PREDICTORS = ("previous_token", "conditional")
+PREDICTORS = (
+    "previous_token", "frequency", "conditional", "union", "learned", "recorded", "oracle", "random", "popularity",
+)  # fmt: skip
 SIMULATED_DELIVERIES = ("read", "willneed")
 OWNERS = (
     "page_cache", "page_cache_mmap", "restream", "uncached", "arena", "hybrid", "user_cache", "page_cache_admission",
@@ -306,13 +308,28 @@ _DEFINITIONS = [
     Column(
         "predictor",
         pl.String,
-        "previous_token: the experts of the same layer's previous event; conditional: the "
-        "experts most often seen d layers on, given this layer's",
+        "previous_token: the experts of the same layer's previous event; frequency: the layer's most accessed; "
+        "conditional: the experts most often seen d layers on, given this layer's; union: previous_token's and "
+        "conditional's; learned: a logistic regression on this layer's; recorded: what the dump says was predicted; "
+        "oracle: what the event accesses; random, popularity: nulls, drawn uniformly or in proportion to accesses",
         values=PREDICTORS,
     ),
-    _count("lookahead_layers", "layers between the event a prediction is made at and its target", "layer"),
-    _count("lookahead_steps", "steps between the event a prediction is made at and its target", "step"),
-    _count("width", "most experts a prediction names; null where the predictor names a set of its own size"),
+    _count(
+        "lookahead_layers",
+        "layers between the event a prediction is made at and its target; null where it is made from no event, or at "
+        "one unknown",
+        "layer",
+    ),
+    _count(
+        "lookahead_steps",
+        "steps between the event a prediction is made at and its target; null as lookahead_layers",
+        "step",
+    ),
+    _count(
+        "width",
+        "most experts a prediction names (union: its conditional part); null where the predictor names a set of its "
+        "own size",
+    ),
     _count("covered_events", "of events, those for which the predictor made a prediction, even an empty one"),
     _ratio("hint_coverage", "covered_events", "events", "share of events with a prediction"),
     _count("covered_accesses", "accesses of covered events"),
@@ -335,6 +352,27 @@ _DEFINITIONS = [
         "accesses",
         "recall_all of a uniformly random plan of the same widths",
     ),
+    _count(
+        "shuffled_predicted_accesses",
+        "predicted_accesses with the predictions permuted among the covered, scored events of each layer",
+    ),
+    _ratio(
+        "shuffled_recall_all",
+        "shuffled_predicted_accesses",
+        "accesses",
+        "recall_all of the same predictions at other times",
+    ),
+    _count("predicted_misses", "misses that had been named, whether or not there was time to fetch them"),
+    _ratio(
+        "recall_missed", "predicted_misses", "misses", "lookahead recall on what the cache missed, which alone can pay"
+    ),
+    Column(
+        "chance_predicted_misses",
+        pl.Float64,
+        "expected predicted_misses of as many experts named uniformly at random",
+        minimum=0,
+    ),
+    _ratio("chance_recall_missed", "chance_predicted_misses", "misses", "recall_missed of such a random plan"),
     # one native run
     Column("run_id", pl.String, "one replay that was started; every run has its own, nothing is replaced"),
     Column("started_at", pl.String, "when the run began, UTC, ISO 8601"),

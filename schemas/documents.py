@@ -508,6 +508,39 @@ class VerifiedPool(_Pool):
     checks: list[Check]
 
 
+class LookaheadScore(_Document):
+    """`expert-tier lookahead --json`: the row of table lookahead_recall over all layers; `out` is the plan's file."""
+
+    trace_id: str
+    predictor: Literal[
+        "previous_token", "frequency", "conditional", "union", "learned", "recorded", "oracle", "random", "popularity"
+    ]
+    fit: str | None
+    lookahead_layers: int | None
+    lookahead_steps: int | None
+    width: int | None
+    phase: str
+    step_begin: int
+    step_end: int
+    warm_steps: int
+    events: int
+    covered_events: int
+    hint_coverage: float | None
+    accesses: int
+    covered_accesses: int
+    predicted_experts: int
+    predicted_accesses: int
+    recall_all: float | None
+    recall_covered: float | None
+    precision: float | None
+    chance_predicted_accesses: float
+    chance_recall_all: float | None
+    shuffled_predicted_accesses: int
+    shuffled_recall_all: float | None
+    seed: int
+    out: str | None
+
+
 class RunSummary(_Document):
     """`expert-tier run --json`."""
 

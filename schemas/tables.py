@@ -191,9 +191,23 @@ _TABLES = [
         measures=(
             "step_begin", "step_end", "warm_steps", "events", "covered_events", "hint_coverage", "accesses",
             "covered_accesses", "predicted_experts", "predicted_accesses", "recall_all", "recall_covered", "precision",
-            "chance_predicted_accesses", "chance_recall_all",
+            "chance_predicted_accesses", "chance_recall_all", "shuffled_predicted_accesses", "shuffled_recall_all",
+            "seed",
         ),
-        nullable=frozenset({"fit", "width", "layer_id"}),
+        nullable=frozenset({"fit", "lookahead_layers", "lookahead_steps", "width", "layer_id"}),
+    ),
+    Table(
+        name="lookahead_recall_missed",
+        grain="One row per total of lookahead_recall and capacity: its recall on what an LRU of that size missed.",
+        key=(
+            "trace_id", "predictor", "fit", "lookahead_layers", "lookahead_steps", "width", "phase", "policy", "scope",
+            "semantics", "access_order", "capacity_experts_total",
+        ),
+        measures=(
+            "step_begin", "step_end", "warm_steps", "accesses", "misses", "predicted_misses", "recall_missed",
+            "chance_predicted_misses", "chance_recall_missed",
+        ),
+        nullable=frozenset({"fit", "lookahead_layers", "lookahead_steps", "width"}),
     ),
     Table(
         name="replay_run",

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from replayer.plan import Plan
 from replayer.trace import Trace
 from schemas.trace import METADATA_KEY, PHASE_CODES, SCHEMA_VERSION, TraceMetadata, arrow_schema
 
@@ -178,3 +179,22 @@ def write_trace(trace: Trace, path: Path) -> Path:
     """Writes `trace` as a canonical Parquet file and gives the path back."""
     pq.write_table(canonical_table(trace), path)
     return path
+
+
+def plan_of(predictions: list[list[int] | None]) -> Plan:
+    """A plan from one list of experts per event; null is not covered."""
+    lengths = [len(named or []) for named in predictions]
+    return Plan(
+        covered=np.array([named is not None for named in predictions]),
+        issued_after=np.array([-1 if named is None else event - 1 for event, named in enumerate(predictions)]),
+        first_id=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        expert_ids=np.array([expert for named in predictions for expert in named or []], dtype=np.uint16),
+    )
+
+
+def predictions_of(plan: Plan) -> list[list[int] | None]:
+    bounds = plan.first_id.tolist()
+    return [
+        plan.expert_ids[begin:end].tolist() if covered else None
+        for covered, begin, end in zip(plan.covered.tolist(), bounds, bounds[1:], strict=False)
+    ]

@@ -68,7 +68,15 @@ ROWS: dict[str, dict] = {
         "width": 4, "layer_id": None, "phase": "decode", "step_begin": 0, "step_end": 10, "warm_steps": 6, "events": 8,
         "covered_events": 4, "hint_coverage": 0.5, "accesses": 16, "covered_accesses": 8, "predicted_experts": 16,
         "predicted_accesses": 4, "recall_all": 0.25, "recall_covered": 0.5, "precision": 0.25,
-        "chance_predicted_accesses": 2.0, "chance_recall_all": 0.125,
+        "chance_predicted_accesses": 2.0, "chance_recall_all": 0.125, "shuffled_predicted_accesses": 3,
+        "shuffled_recall_all": 0.1875, "seed": 0,
+    },
+    "lookahead_recall_missed": {
+        "trace_id": "tiny", "predictor": "conditional", "fit": "first:0.6", "lookahead_layers": 1, "lookahead_steps": 0,
+        "width": 4, "phase": "decode", "policy": "lru", "scope": "global", "semantics": "event_atomic",
+        "access_order": "router", "capacity_experts_total": 4, "step_begin": 0, "step_end": 10, "warm_steps": 6,
+        "accesses": 16, "misses": 8, "predicted_misses": 1, "recall_missed": 0.125, "chance_predicted_misses": 2.0,
+        "chance_recall_missed": 0.25,
     },
     "replay_run": {
         "run_id": "20261202T033000-0a1b2c3d", "started_at": "2026-12-02T03:30:00.000000Z", "condition_hash":

@@ -2,7 +2,7 @@
 
 import csv
 import dataclasses
-from collections import Counter, defaultdict
+from collections import defaultdict
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
@@ -14,69 +14,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.hit_rates import hit_rate
 from pipeline.locality import trace_locality
-from pipeline.lookahead import Plan, conditional, lookahead_recall, previous_token, score_plan
+from pipeline.lookahead import lookahead_recall, lookahead_tables, lru_misses, score_misses, score_plan
+from pipeline.predictors import Fit, conditional, previous_token
 from replayer.simulate import UnusableRequest
 from replayer.trace import Trace
 from schemas.columns import PHASES
 from schemas.tables import TABLES
 from schemas.validation import validate_table
-from tests.builders import make_trace
+from tests.builders import make_trace, plan_of, predictions_of
+from tests.lookahead_oracles import (
+    COUNTED,
+    events_of,
+    oracle_conditional,
+    oracle_frequency,
+    oracle_pairs,
+    oracle_previous,
+    oracle_score,
+    oracle_union,
+)
 from tests.strategies import routing_traces, single_row_traces
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason=f"real traces are not at {TRACES}")
 
-COUNTED = (
-    "events",
-    "covered_events",
-    "accesses",
-    "covered_accesses",
-    "predicted_experts",
-    "predicted_accesses",
-    "chance_predicted_accesses",
-)
 
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """An event in plain Python: what the oracles see of a trace."""
-
-    layer: int
-    step: int
-    phase: str
-    rows: list[list[int]]
-
-    @property
-    def experts(self) -> list[int]:
-        return list(dict.fromkeys(expert for row in self.rows for expert in row))
-
-
-def events_of(trace: Trace) -> list[Event]:
-    bounds = trace.event_first_row.tolist()
-    columns = (trace.event_layer.tolist(), trace.event_step.tolist(), trace.event_phase.tolist())
-    return [
-        Event(layer, step, PHASES[phase], trace.expert_ids[begin:end].tolist())
-        for layer, step, phase, begin, end in zip(*columns, bounds, bounds[1:], strict=False)
-    ]
-
-
-def plan_of(predictions: list[list[int] | None]) -> Plan:
-    """A plan from one list of experts per event; null is not covered."""
-    lengths = [len(named or []) for named in predictions]
-    return Plan(
-        covered=np.array([named is not None for named in predictions]),
-        first_id=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        expert_ids=np.array([expert for named in predictions for expert in named or []], dtype=np.uint16),
-    )
-
-
-def predictions_of(plan: Plan) -> list[list[int] | None]:
-    bounds = plan.first_id.tolist()
-    return [
-        plan.expert_ids[begin:end].tolist() if covered else None
-        for covered, begin, end in zip(plan.covered.tolist(), bounds, bounds[1:], strict=False)
-    ]
+def first(steps: int) -> Fit:
+    """A fit on that many steps of the trace itself."""
+    return Fit(f"first {steps} steps", steps)
 
 
 def several_passes(trace: Trace, passes: int) -> Trace:
@@ -84,89 +50,10 @@ def several_passes(trace: Trace, passes: int) -> Trace:
     return dataclasses.replace(trace, event_step=trace.event_step // passes)
 
 
-def oracle_previous(events: list[Event]) -> list[list[int] | None]:
-    predictions: list[list[int] | None] = []
-    for place, event in enumerate(events):
-        before = [one for one in events[:place] if one.layer == event.layer and one.phase != "warmup"]
-        predictions.append(before[-1].experts if before and event.phase != "warmup" else None)
-    return predictions
-
-
-def oracle_pairs(events: list[Event], depth: int) -> dict[int, int]:
-    """Target → source: for each event look on until its layer comes again, the target comes, or the pass is over."""
-    pairs = {}
-    for source, event in enumerate(events):
-        for target in range(source + 1, len(events)):
-            other = events[target]
-            if event.phase == "warmup" or (other.step, other.phase) != (event.step, event.phase):
-                continue
-            if other.layer == event.layer + depth:
-                pairs[target] = source
-            if other.layer in (event.layer, event.layer + depth):
-                break
-    return pairs
-
-
-def oracle_conditional(
-    events: list[Event], depth: int, width: int, num_experts: list[int], first_scored_step: float
-) -> list[list[int] | None]:
-    pairs = oracle_pairs(events, depth)
-    count: Counter[tuple[int, int, int]] = Counter()
-    for target, source in pairs.items():
-        if events[target].step < first_scored_step:
-            layer = events[source].layer
-            count.update((layer, one, seen) for one in events[source].experts for seen in events[target].experts)
-    whole: Counter[tuple[int, int]] = Counter()
-    for (layer, one, _), times in count.items():
-        whole[layer, one] += times
-    predictions: list[list[int] | None] = [None] * len(events)
-    for target, source in pairs.items():
-        if events[target].step >= first_scored_step:
-            layer = events[source].layer
-            sums = {
-                expert: sum(
-                    Fraction(count[layer, one, expert], whole[layer, one])
-                    for one in events[source].experts
-                    if whole[layer, one]
-                )
-                for expert in range(num_experts[layer + depth])
-            }
-            ranked = sorted((expert for expert in sums if sums[expert]), key=lambda expert: (-sums[expert], expert))
-            predictions[target] = ranked[:width]
-    return predictions
-
-
-def oracle_score(
-    events: list[Event], predictions: list[list[int] | None], scored: list[bool], num_experts: list[int]
-) -> list[dict[str, float]]:
-    """One dict per layer, then the total."""
-    layers = []
-    for layer, experts in enumerate(num_experts):
-        mine = [
-            (set(event.experts), named)
-            for event, named, counts in zip(events, predictions, scored, strict=True)
-            if counts and event.layer == layer
-        ]
-        covered = [(used, set(named)) for used, named in mine if named is not None]
-        layers.append(
-            {
-                "events": len(mine),
-                "covered_events": len(covered),
-                "accesses": sum(len(used) for used, _ in mine),
-                "covered_accesses": sum(len(used) for used, _ in covered),
-                "predicted_experts": sum(len(named) for _, named in covered),
-                "predicted_accesses": sum(len(used & named) for used, named in covered),
-                "chance_predicted_accesses": sum(len(used) * len(named) / experts for used, named in covered),
-            }
-        )
-    return [*layers, {name: sum(one[name] for one in layers) for name in COUNTED}]
-
-
 def check_recall_against_oracles(trace: Trace, fit_fraction: Fraction, depths=(1, 2, 3, 4), width_factors=(1, 2)):
-    frame = validate_table(
-        lookahead_recall(trace, fit_fraction=fit_fraction, depths=depths, width_factors=width_factors),
-        TABLES["lookahead_recall"],
-    )
+    names = ("previous_token", "frequency", "conditional", "union", "oracle")
+    choices = {"fit_fraction": fit_fraction, "depths": depths, "width_factors": width_factors, "names": names}
+    frame = validate_table(lookahead_recall(trace, **choices), TABLES["lookahead_recall"])
     events, num_experts = events_of(trace), trace.metadata.experts_per_layer
     steps = sorted({event.step for event in events if event.phase != "warmup"})
     first_scored_step = [*steps, float("inf")][floor(fit_fraction * len(steps))]
@@ -175,12 +62,20 @@ def check_recall_against_oracles(trace: Trace, fit_fraction: Fraction, depths=(1
         event.step >= first_scored_step and (event.phase == phase or (phase == "all" and event.phase != "warmup"))
         for event in events
     ]
-    expected = {("previous_token", None, 0, 1, None): oracle_previous(events)}
-    for depth in depths:
-        for width in (min(factor * trace.top_k, max(num_experts)) for factor in width_factors):
+    previous, fit = oracle_previous(events), f"first:{float(fit_fraction)}"
+    perfect = [None if event.phase == "warmup" else event.experts for event in events]
+    expected = {
+        ("previous_token", None, 0, 1, None): previous,
+        ("oracle", None, *((1, 0) if len(num_experts) > 1 else (0, 1)), None): perfect,
+    }
+    for width in (min(factor * trace.top_k, max(num_experts)) for factor in width_factors):
+        often = oracle_frequency(events, width, num_experts, first_scored_step)
+        expected["frequency", fit, None, None, width] = often
+        for depth in depths:
             if depth < len(num_experts):
-                key = ("conditional", f"first:{float(fit_fraction)}", depth, 0, width)
-                expected[key] = oracle_conditional(events, depth, width, num_experts, first_scored_step)
+                named = oracle_conditional(events, depth, width, num_experts, first_scored_step)
+                expected["conditional", fit, depth, 0, width] = named
+                expected["union", fit, depth, 0, width] = oracle_union(previous, named)
     found = frame.partition_by(
         "predictor", "fit", "lookahead_layers", "lookahead_steps", "width", as_dict=True, maintain_order=True
     )
@@ -230,7 +125,7 @@ def test_events_in_any_order_pair_up_inside_their_step_and_phase(drawn, fit_frac
     )
     check_recall_against_oracles(trace, fit_fraction)
     for depth in (1, 2):
-        covered = conditional(trace, depth=depth, width=1, fit_steps=0).covered
+        covered = conditional(trace, depth=depth, width=1, fit=first(0)).covered
         assert np.flatnonzero(covered).tolist() == sorted(oracle_pairs(events_of(trace), depth))
 
 
@@ -242,7 +137,7 @@ def test_predictors_name_what_brute_force_names_in_the_same_order(trace, depth, 
     steps = sorted({event.step for event in events if event.phase != "warmup"})
     first_scored_step = steps[fit_steps] if fit_steps < len(steps) else float("inf")
     expected = oracle_conditional(events, depth, width, trace.metadata.experts_per_layer, first_scored_step)
-    assert predictions_of(conditional(trace, depth=depth, width=width, fit_steps=fit_steps)) == expected
+    assert predictions_of(conditional(trace, depth=depth, width=width, fit=first(fit_steps))) == expected
 
 
 @settings(deadline=None, max_examples=50)
@@ -291,7 +186,7 @@ def test_a_prediction_does_not_depend_on_what_comes_later(trace, depth, fit_step
         )
         assert predictions_of(previous_token(begun)) == predictions_of(previous_token(trace))[:kept]
         if len(set(begun.event_step[begun.event_phase != PHASES.index("warmup")])) >= fit_steps:
-            plans = [conditional(one, depth=depth, width=3, fit_steps=fit_steps) for one in (begun, trace)]
+            plans = [conditional(one, depth=depth, width=3, fit=first(fit_steps)) for one in (begun, trace)]
             assert predictions_of(plans[0]) == predictions_of(plans[1])[:kept]
 
 
@@ -309,7 +204,7 @@ def test_by_hand_pairs_are_counted_ranked_and_missed():
     # k = 1, two layers. Fitted on three steps: 0 → 1, 0 → 1, 0 → 2. Scored on two: 0 → 2 and 3 → 0.
     ids = np.array([[[0], [1]], [[0], [1]], [[0], [2]], [[0], [2]], [[3], [0]]])
     trace = make_trace(ids, num_experts=4)
-    plan = conditional(trace, depth=1, width=2, fit_steps=3)
+    plan = conditional(trace, depth=1, width=2, fit=first(3))
     # Expert 0 was followed by 1 twice and by 2 once; after 3, never seen, nothing is named but the event is covered.
     assert predictions_of(plan) == [None] * 7 + [[1, 2], None, []]
     rows = lookahead_recall(trace, depths=(1,)).filter(pl.col("predictor") == "conditional", pl.col("layer_id") == 1)
@@ -333,11 +228,11 @@ def test_by_hand_layers_a_plan_cannot_reach_count_as_missed():
 def test_by_hand_shares_of_two_sources_add_up_and_ties_go_to_the_lowest_id():
     # k = 2. Fitted: {0, 1} → {2, 3} and {0, 2} → {1, 3}. Expert 0 spreads over 1, 2, 3, 3; expert 1 over 2, 3.
     ids = np.array([[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[1, 0], [0, 1]]])
-    plan = conditional(make_trace(ids, num_experts=5), depth=1, width=5, fit_steps=2)
+    plan = conditional(make_trace(ids, num_experts=5), depth=1, width=5, fit=first(2))
     # Sums at {0, 1}: expert 3 gets 2/4 + 1/2, expert 2 gets 1/4 + 1/2, expert 1 gets 1/4; 0 and 4 were never seen.
     assert predictions_of(plan)[-1] == [3, 2, 1]
     ids = np.array([[[0, 1], [3, 2]], [[0, 1], [0, 1]], [[1, 0], [0, 1]]])
-    plan = conditional(make_trace(ids, num_experts=5), depth=1, width=3, fit_steps=2)
+    plan = conditional(make_trace(ids, num_experts=5), depth=1, width=3, fit=first(2))
     assert predictions_of(plan)[-1] == [0, 1, 2]
 
 
@@ -348,22 +243,22 @@ def test_equal_sums_tie_whatever_the_order_they_were_added_in():
     followers = {0: [5] * 1 + [3] * 3 + [6] * 6, 1: [5] * 2 + [3] * 2 + [7] * 6, 2: [5] * 3 + [3] * 1 + [8] * 6}
     fitted = [[[[source]], [[expert]]] for source, experts in followers.items() for expert in experts]
     trace = make_trace([*fitted, [[[0], [1], [2]], [[0]]]], num_experts=9)
-    assert predictions_of(conditional(trace, depth=1, width=2, fit_steps=30))[-1] == [3, 5]
+    assert predictions_of(conditional(trace, depth=1, width=2, fit=first(30)))[-1] == [3, 5]
 
 
 def test_passes_of_a_step_do_not_mix():
     # Two passes in one step, the first cut short after layer 0: layer 1 follows the second pass's layer 0.
     trace = several_passes(make_trace([[[[0]], []], [[[1]], [[2]]], [[[0]], [[3]]]], num_experts=4), 2)
     assert trace.event_step.tolist() == [0, 0, 0, 1, 1]
-    assert predictions_of(conditional(trace, depth=1, width=1, fit_steps=1))[-1] == []
+    assert predictions_of(conditional(trace, depth=1, width=1, fit=first(1)))[-1] == []
     seen = dataclasses.replace(trace, expert_ids=np.array([[0], [1], [2], [1], [3]], dtype=np.uint16))
-    assert predictions_of(conditional(seen, depth=1, width=1, fit_steps=1))[-1] == [2]
+    assert predictions_of(conditional(seen, depth=1, width=1, fit=first(1)))[-1] == [2]
 
 
 def test_a_source_predicts_only_the_next_event_of_its_target_layer():
     # Layers 0 1 1 in one step: the second pass lost its layer 0, so nothing foresaw its layer 1.
     trace = several_passes(make_trace([[[[0]], [[0]]], [[], [[0]]]]), 2)
-    assert conditional(trace, depth=1, width=1, fit_steps=0).covered.tolist() == [False, True, False]
+    assert conditional(trace, depth=1, width=1, fit=first(0)).covered.tolist() == [False, True, False]
 
 
 def test_previous_token_is_told_the_whole_prefill_and_nothing_of_warm_up():
@@ -374,7 +269,8 @@ def test_previous_token_is_told_the_whole_prefill_and_nothing_of_warm_up():
 
 def test_depths_beyond_the_layers_and_widths_beyond_the_experts_are_left_out():
     one_layer = lookahead_recall(make_trace(np.zeros((4, 1, 1), dtype=int)))
-    assert set(one_layer["predictor"]) == {"previous_token"}
+    # A layer alone has no layer before it; its oracle speaks at the event before.
+    assert set(one_layer["predictor"]) == {"previous_token", "frequency", "oracle", "random", "popularity"}
     two_layers = lookahead_recall(make_trace(np.zeros((4, 2, 1), dtype=int), num_experts=1))
     conditionals = two_layers.filter(pl.col("predictor") == "conditional")
     assert set(conditionals.select("lookahead_layers", "width").iter_rows()) == {(1, 1)}
@@ -443,3 +339,81 @@ def test_previous_token_recall_of_decode_is_the_published_one():
     )
     assert (default["phase"], default["events"]) == ("decode", 52 * 48)
     assert default["recall_all"] == pytest.approx(0.3759, abs=5e-5)
+
+
+def lru_missed(trace: Trace, capacity: int) -> list[set[int]]:
+    """Per event what a list in order of use does not hold when the event begins, over all layers together."""
+    stack: list[tuple[int, int]] = []
+    missed = []
+    for event in events_of(trace):
+        experts = [] if event.phase == "warmup" else event.experts
+        missed.append({expert for expert in experts if (event.layer, expert) not in stack[:capacity]})
+        for expert in experts:
+            stack = [(event.layer, expert), *(one for one in stack if one != (event.layer, expert))]
+    return missed
+
+
+@settings(deadline=None, max_examples=40)
+@given(routing_traces(), st.integers(1, 12), st.data())
+def test_recall_on_misses_is_what_a_list_in_order_of_use_misses(trace, capacity, data):
+    events, num_experts = events_of(trace), trace.metadata.experts_per_layer
+    missed = lru_missed(trace, capacity)
+    predictions = [
+        data.draw(st.none() | st.lists(st.integers(0, num_experts[event.layer] - 1), max_size=5, unique=True))
+        for event in events
+    ]
+    scored = data.draw(st.lists(st.booleans(), min_size=len(events), max_size=len(events)))
+    cache = lru_misses(trace, capacity_experts_total=capacity)
+    found = score_misses(trace, plan_of(predictions), cache, np.array(scored), width=3)
+    chosen = [at for at, counts in enumerate(scored) if counts]
+    assert found["misses"] == sum(len(missed[at]) for at in chosen)
+    named = {at: set((predictions[at] or [])[:3]) for at in chosen}
+    assert found["predicted_misses"] == sum(len(missed[at] & named[at]) for at in chosen)
+    expected = sum(len(missed[at]) * len(named[at]) / num_experts[events[at].layer] for at in chosen)
+    assert found["chance_predicted_misses"] == pytest.approx(expected)
+
+
+def test_misses_are_those_of_the_table_of_hit_rates():
+    generator = np.random.default_rng(3)
+    ids = np.array([[generator.permutation(16)[:2] for _ in range(3)] for _ in range(60)])
+    trace = make_trace(ids, num_experts=16)
+    missed = validate_table(lookahead_tables(trace)[1], TABLES["lookahead_recall_missed"])
+    rates = hit_rate(trace)[0].filter(
+        pl.col("policy") == "lru", pl.col("scope") == "global", pl.col("semantics") == "event_atomic"
+    )
+    shared = ["policy", "scope", "semantics", "access_order", "capacity_experts_total", "warm_steps", "phase"]
+    joined = missed.join(rates, on=shared, suffix="_of_rates")
+    assert joined.height == missed.height > 0
+    assert joined.select((pl.col("misses") == pl.col("misses_of_rates")).all()).item()
+    assert joined.select((pl.col("accesses") == pl.col("accesses_of_rates")).all()).item()
+    # An LRU that holds an event of every layer never misses what the event before named.
+    assert joined.filter(predictor="previous_token", capacity_experts_total=24)["predicted_misses"].to_list() == [0]
+    assert set(joined.filter(predictor="oracle")["recall_missed"]) == {1}
+
+
+def test_all_predictors_stand_in_the_table_with_their_nulls():
+    ids = np.array([[[step % 4], [(step * 3 + 1) % 4]] for step in range(40)])
+    trace = make_trace(ids, num_experts=4)
+    everything = [None, *([[0]] * 79)]
+    table = validate_table(
+        lookahead_recall(trace, recorded_plan=plan_of(everything), seed=5), TABLES["lookahead_recall"]
+    )
+    totals = table.filter(pl.col("layer_id").is_null())
+    assert totals["predictor"].unique(maintain_order=True).to_list() == [
+        "previous_token", "frequency", "conditional", "union", "learned", "recorded", "oracle", "random", "popularity",
+    ]  # fmt: skip
+    assert set(totals["seed"]) == {5}
+    told = totals.select("predictor", "fit", "lookahead_layers", "lookahead_steps").unique().rows()
+    assert set(told) == {
+        ("previous_token", None, 0, 1), ("frequency", "first:0.6", None, None), ("conditional", "first:0.6", 1, 0),
+        ("union", "first:0.6", 1, 0), ("learned", "first:0.6", 1, 0), ("recorded", None, None, None),
+        ("oracle", None, 1, 0), ("random", None, None, None), ("popularity", "first:0.6", None, None),
+    }  # fmt: skip
+    # A step tells the next layer all here, and the layer's popularity nothing; a plan that says the same at all times
+    # is its own shuffled null.
+    by_name = {row["predictor"]: row for row in totals.filter(pl.col("width").fill_null(1) == 1).to_dicts()}
+    for name in ("conditional", "learned"):
+        assert by_name[name]["recall_covered"] == 1
+        assert by_name[name]["shuffled_recall_all"] < 0.5
+    assert by_name["recorded"]["shuffled_predicted_accesses"] == by_name["recorded"]["predicted_accesses"] == 8
+    assert by_name["random"]["chance_recall_all"] == 1 / 4

@@ -1,8 +1,8 @@
-"""Plan files: what is written comes back, and what does not fit the trace is refused with what is first wrong."""
+"""Plan files: what is written is read again, others' are read as the format says, a misfit is refused by its first."""
 
+import dataclasses
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,130 +11,175 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replayer.plan import BEFORE_ALL, MalformedPlan, Plan, read_plan, write_plan
+from replayer.plan import BEFORE_ALL, PLAN_SCHEMA, MalformedPlan, first_misfit, read_plan, write_plan
 from replayer.trace import Trace
-from tests.builders import make_trace
-from tests.replays import routing
-
-STEPS, LAYERS, EXPERTS = 6, 3, 16
-EVENTS = STEPS * LAYERS
+from tests.builders import make_trace, plan_of, predictions_of
+from tests.strategies import routing_traces
 
 
-@pytest.fixture(scope="module")
-def trace() -> Trace:
-    """18 events of 4 experts, one after the other, on layers 2, 3 and 7 of 16 experts each."""
-    return make_trace(routing(STEPS, layers=LAYERS, experts=EXPERTS), layer_ids=[2, 3, 7], num_experts=EXPERTS)
+def three_events() -> Trace:
+    """Layers 5 and 7 with 2 and 4 experts, then layer 5 again."""
+    return make_trace([[[[0]], [[3]]], [[[1]], []]], layer_ids=[5, 7], num_experts=[2, 4], trace_id="three")
 
 
-named = st.none() | st.tuples(st.lists(st.integers(0, EXPERTS - 1), max_size=6, unique=True), st.integers(0, EVENTS))
+def write_rows(path: Path, **columns: object) -> Path:
+    pq.write_table(pa.table(columns), path)
+    return path
 
 
-def plan_of(said: list[tuple[list[int], int] | None]) -> Plan:
-    """A plan that says so of each event: experts, and how long before it that was known, all along if longer."""
-    lengths = [0 if one is None else len(one[0]) for one in said]
-    ids = [expert for one in said if one is not None for expert in one[0]]
-    after = [BEFORE_ALL if one is None else max(event - 1 - one[1], BEFORE_ALL) for event, one in enumerate(said)]
-    return Plan(
-        np.array([one is not None for one in said]),
-        np.array(after, dtype=np.int64),
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        np.array(ids, dtype=np.uint16),
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(routing_traces(), st.data())
+def test_a_plan_that_is_written_is_read_again(tmp_path, trace, data):
+    experts = [trace.metadata.experts_per_layer[layer] for layer in trace.event_layer]
+    predictions = [
+        data.draw(st.none() | st.lists(st.integers(0, number - 1), max_size=4, unique=True)) for number in experts
+    ]
+    plan = plan_of(predictions)
+    issued = [data.draw(st.integers(BEFORE_ALL, event - 1)) for event in range(len(experts))]
+    plan = dataclasses.replace(plan, issued_after=np.where(plan.covered, issued, BEFORE_ALL))
+    path = tmp_path / "plan.parquet"
+    write_plan(path, plan, trace)
+    assert pq.read_schema(path) == PLAN_SCHEMA
+    found = read_plan(path, trace)
+    assert predictions_of(found) == predictions
+    assert found.issued_after.tolist() == plan.issued_after.tolist()
+    # One row per covered event, and a prediction of nothing is a row of its own.
+    rows = pq.read_table(path).to_pylist()
+    assert [row["event_id"] for row in rows] == np.flatnonzero(plan.covered).tolist()
+    assert [row["expert_ids"] for row in rows] == [named for named in predictions if named is not None]
+
+
+def test_a_plan_of_others_may_leave_out_what_we_write_and_stand_in_any_order(tmp_path):
+    path = write_rows(
+        tmp_path / "plan.parquet",
+        scores=pa.array([[0.5, 0.25], []]),
+        expert_ids=pa.array([[3, 0], []], pa.large_list(pa.int64())),
+        event_id=pa.array([1, 0], pa.int64()),
+        issued_after_event_id=pa.array([0, None], pa.int32()),
     )
+    plan = read_plan(path, three_events())
+    assert predictions_of(plan) == [[], [3, 0], None]
+    assert plan.issued_after.tolist() == [BEFORE_ALL, 0, BEFORE_ALL]
 
 
-@given(said=st.lists(named, min_size=EVENTS, max_size=EVENTS))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_written_comes_back(said: Any, trace: Trace, tmp_path_factory: pytest.TempPathFactory) -> None:
-    file = tmp_path_factory.getbasetemp() / "plan.parquet"
-    plan = plan_of(said)
-    write_plan(file, plan, trace)
-    for name, values in vars(read_plan(file, trace)).items():
-        np.testing.assert_array_equal(values, getattr(plan, name))
-    rows = pq.read_table(file).to_pylist()
-    assert [row["event_id"] for row in rows] == [event for event, one in enumerate(said) if one is not None]
-    assert [row["layer_id"] for row in rows] == [[2, 3, 7][row["event_id"] % LAYERS] for row in rows]
+LISTS = pa.list_(pa.uint16())
 
 
-def written(file: Path, **columns: Any) -> Path:
-    """A plan file by somebody else: rows for events 5, 4 and 9, but for what is said otherwise."""
-    usual = {
-        "event_id": pa.array([5, 4, 9], pa.int64()),
-        "issued_after_event_id": pa.array([4, None, 2], pa.int32()),
-        "expert_ids": pa.array([[1, 0], [], [3]], pa.list_(pa.int64())),
-    }
-    chosen = {name: values for name, values in {**usual, **columns}.items() if values is not None}
-    pq.write_table(pa.table(chosen), file)
-    return file
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"event_id": [0, 3]}, "event 3: the trace has 3 events"),
+        ({"event_id": [0, -1]}, "event -1: the trace has 3 events"),
+        ({"layer_id": [5, 5]}, "event 1: layer_id 5, in the trace it is of layer 7"),
+        ({"expert_ids": [[2], [9]]}, "event 0: expert 2, wanted below the 2 of layer 5"),
+        ({"expert_ids": [[1], [4, 9]]}, "event 1: expert 4, wanted below the 4 of layer 7"),
+        ({"expert_ids": [[1], [3, 0, 3]]}, "event 1: expert 3 named twice"),
+        ({"issued_after_event_id": [None, 1]}, "event 1: issued after event 1, wanted an event before its target"),
+        ({"issued_after_event_id": [0, 2]}, "event 0: issued after event 0, wanted an event before its target"),
+        ({"issued_after_event_id": [-2, 0]}, "event 0: issued after event -2, wanted -1 or more"),
+        ({"event_id": [1, 1]}, "event 1: two rows, wanted one"),
+        ({"event_id": [None, 1]}, "nulls in event_id or expert_ids, wanted none"),
+        ({"expert_ids": [None, [1]]}, "nulls in event_id or expert_ids, wanted none"),
+        ({"expert_ids": [[0], [None]]}, "nulls in event_id or expert_ids, wanted none"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_trace_is_refused_with_its_first_mismatch(tmp_path, columns, said):
+    sound = {"event_id": [0, 1], "issued_after_event_id": [None, 0], "layer_id": [5, 7], "expert_ids": [[1], [3]]}
+    types = {"expert_ids": LISTS}
+    rows = {name: pa.array(value, types.get(name, pa.int64())) for name, value in (sound | columns).items()}
+    if "event_id" in columns:
+        del rows["layer_id"]
+    path = write_rows(tmp_path / "plan.parquet", **rows)
+    with pytest.raises(MalformedPlan, match=re.escape(said)):
+        read_plan(path, three_events())
 
 
-def test_files_of_others_are_read_in_any_order_and_type(trace: Trace, tmp_path: Path) -> None:
-    scores = pa.array([[0.5, 0.25], [], [1.0]], pa.list_(pa.float32()))
-    plan = read_plan(written(tmp_path / "plan", scores=scores, note=pa.array(["a", "b", "c"])), trace)
-    assert np.flatnonzero(plan.covered).tolist() == [4, 5, 9]
-    assert plan.issued_after[[4, 5, 9]].tolist() == [BEFORE_ALL, 4, 2]
-    assert plan.first_id[[4, 5, 6, 9, 10]].tolist() == [0, 0, 2, 2, 3]
-    assert plan.expert_ids.tolist() == [1, 0, 3]
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"expert_ids": None}, "no column expert_ids"),
+        ({"issued_after_event_id": None}, "no column issued_after_event_id"),
+        ({"event_id": pa.array(["0", "1"])}, "column event_id of string, wanted integers"),
+        ({"expert_ids": pa.array([1, 2])}, "column expert_ids of int64, wanted lists of integers"),
+        ({"expert_ids": pa.array([[70_000], [1]])}, "event 0: expert 70000, wanted 0 to 65535"),
+        ({"expert_ids": pa.array([[0], [-1]])}, "event 1: expert -1, wanted 0 to 65535"),
+    ],
+)
+def test_a_file_of_other_columns_is_refused(tmp_path, changed, said):
+    columns = {
+        "event_id": pa.array([0, 1]),
+        "issued_after_event_id": pa.array([None, 0], pa.int64()),
+        "expert_ids": pa.array([[1], [3]], LISTS),
+    } | changed
+    path = write_rows(tmp_path / "plan.parquet", **{name: one for name, one in columns.items() if one is not None})
+    with pytest.raises(MalformedPlan, match=re.escape(said)):
+        read_plan(path, three_events())
 
 
-REFUSALS = [
-    ({"event_id": pa.array([5, 4, 18], pa.int64())}, "event 18: the trace has 18 events"),
-    ({"event_id": pa.array([5, 4, -1], pa.int64())}, "event -1: the trace has 18 events"),
-    ({"event_id": pa.array([5, 4, 5], pa.int64())}, "event 5: two rows, wanted one"),
-    ({"event_id": pa.array([5, None, 9], pa.int64())}, "nulls in event_id or expert_ids"),
-    ({"event_id": pa.array(["5", "4", "9"])}, "column event_id of string, wanted integers"),
-    ({"event_id": None}, "no column event_id"),
-    ({"issued_after_event_id": pa.array([4, None, 9], pa.int64())}, "event 9: issued after event 9, wanted an event"),
-    ({"issued_after_event_id": pa.array([4, -7, 9], pa.int64())}, "event 4: issued after event -7"),
-    ({"layer_id": pa.array([7, 2, 2], pa.int64())}, "event 4: layer_id 2, in the trace it is of layer 3"),
-    ({"expert_ids": pa.array([[1], [], [16]], pa.list_(pa.int64()))}, "event 9: expert 16, wanted below the 16 of "),
-    ({"expert_ids": pa.array([[1], [-1], [3]], pa.list_(pa.int64()))}, "event 4: expert -1, wanted 0 to 65535"),
-    ({"expert_ids": pa.array([[1], [70000], []], pa.list_(pa.int64()))}, "event 4: expert 70000, wanted 0 to 65535"),
-    ({"expert_ids": pa.array([[3, 1, 3], [], [3]], pa.list_(pa.int64()))}, "event 5: expert 3 named twice"),
-    ({"expert_ids": pa.array([[1], None, [3]], pa.list_(pa.int64()))}, "nulls in event_id or expert_ids"),
-    ({"expert_ids": pa.array([[1], [None], [3]], pa.list_(pa.int64()))}, "nulls in event_id or expert_ids"),
-    ({"expert_ids": pa.array([1, 2, 3])}, "column expert_ids of int64, wanted lists of integers"),
-    ({"expert_ids": pa.array([[1.5], [], []])}, "column expert_ids of list<item: double>|list<element: double>"),
-]  # fmt: skip
+def test_more_than_a_trace_can_be_told_is_refused_before_it_is_read(tmp_path):
+    def claims(rows: int, ids: int) -> Path:
+        return write_rows(
+            tmp_path / "plan.parquet",
+            event_id=pa.array(range(rows)),
+            issued_after_event_id=pa.nulls(rows, pa.int64()),
+            expert_ids=pa.array([[0] * ids] * rows, LISTS),
+        )
+
+    with pytest.raises(MalformedPlan, match=r"4 rows, wanted one per event, of which there are 3"):
+        read_plan(claims(4, 1), three_events())
+    # Ten million ids are some kilobytes on disk.
+    path = claims(2, 5_000_000)
+    assert path.stat().st_size < 2**20
+    with pytest.raises(MalformedPlan, match=r"10,000,000 expert ids, wanted at most 3 events × 4 experts"):
+        read_plan(path, three_events())
 
 
-@pytest.mark.parametrize(("columns", "said"), REFUSALS, ids=[said[:40] for _, said in REFUSALS])
-def test_what_does_not_fit_is_refused(columns: dict[str, Any], said: str, trace: Trace, tmp_path: Path) -> None:
-    file = written(tmp_path / "plan", **columns)
-    pattern = "|".join(re.escape(part) for part in said.split("|"))
-    with pytest.raises(MalformedPlan, match=pattern) as caught:
-        read_plan(file, trace)
-    assert str(caught.value).startswith(f"{file}: ")
-    assert "\n" not in str(caught.value)
+def test_a_column_that_stands_twice_is_refused(tmp_path):
+    ids = pa.array([0])
+    table = pa.Table.from_arrays(
+        [ids, ids, pa.nulls(1, pa.int64()), pa.array([[0]], LISTS)],
+        names=["event_id", "event_id", "issued_after_event_id", "expert_ids"],
+    )
+    pq.write_table(table, tmp_path / "plan.parquet")
+    with pytest.raises(MalformedPlan, match="column 'event_id' is there twice"):
+        read_plan(tmp_path / "plan.parquet", three_events())
 
 
-def test_the_first_mismatch_in_the_order_of_events_is_named(trace: Trace, tmp_path: Path) -> None:
-    ids = pa.array([[1, 1], [40], [3]], pa.list_(pa.int64()))
-    late = pa.array([4, None, 11], pa.int64())
-    with pytest.raises(MalformedPlan, match=r"event 4: expert 40"):
-        read_plan(written(tmp_path / "plan", expert_ids=ids, issued_after_event_id=late), trace)
-
-
-def test_huge_claims_are_refused_before_anything_is_decoded(trace: Trace, tmp_path: Path) -> None:
-    many = pa.array([[0] * 100_000] * 3, pa.list_(pa.int64()))
-    with pytest.raises(MalformedPlan, match=r"300,000 expert ids, wanted at most 18 events × 16 experts"):
-        read_plan(written(tmp_path / "plan", expert_ids=many), trace)
-    rows = {
-        "event_id": pa.array(range(19), pa.int64()),
-        "issued_after_event_id": pa.array([None] * 19, pa.int64()),
-        "expert_ids": pa.array([[]] * 19, pa.list_(pa.int64())),
-    }
-    with pytest.raises(MalformedPlan, match=r"19 rows, wanted one per event, of which there are 18"):
-        read_plan(written(tmp_path / "rows", **rows), trace)
-
-
-def test_what_is_no_parquet_is_refused_and_a_plan_for_another_trace_is_not_written(
-    trace: Trace, tmp_path: Path
-) -> None:
-    (tmp_path / "text").write_text("event_id,expert_ids\n")
-    with pytest.raises(MalformedPlan, match=r"no Parquet file of a lookahead plan"):
-        read_plan(tmp_path / "text", trace)
+def test_what_is_no_parquet_is_refused_and_what_is_not_there_is_an_oserror(tmp_path):
+    path = tmp_path / "plan.parquet"
+    for content in (b"", b"event_id,expert_ids\n0,1\n", b"PAR1" + bytes(60) + b"PAR1"):
+        path.write_bytes(content)
+        with pytest.raises(MalformedPlan, match="no Parquet file of a lookahead plan"):
+            read_plan(path, three_events())
+    write_plan(path, plan_of([[0], None, None]), three_events())
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(MalformedPlan, match="no Parquet file of a lookahead plan"):
+        read_plan(path, three_events())
     with pytest.raises(FileNotFoundError):
-        read_plan(tmp_path / "none", trace)
-    with pytest.raises(MalformedPlan, match=r"a plan for 1 events, the trace has 18"):
-        write_plan(tmp_path / "plan", plan_of([([1], 0)]), trace)
-    assert not (tmp_path / "plan").exists()
+        read_plan(tmp_path / "nothing", three_events())
+
+
+def test_a_plan_that_does_not_fit_is_not_written_and_an_older_file_stays(tmp_path):
+    path = tmp_path / "plan.parquet"
+    write_plan(path, plan_of([[0], None, None]), three_events())
+    before = path.read_bytes()
+    with pytest.raises(MalformedPlan, match="event 0: expert 2, wanted below the 2 of layer 5"):
+        write_plan(path, plan_of([[2], None, None]), three_events())
+    with pytest.raises(MalformedPlan, match="a plan for 2 events, the trace has 3"):
+        write_plan(path, plan_of([[0], None]), three_events())
+    assert path.read_bytes() == before
+
+
+def test_the_first_misfit_is_that_of_the_first_event():
+    trace = three_events()
+    sound = plan_of([[0], [3], [1]])
+    assert first_misfit(sound, trace) is None
+    late = dataclasses.replace(sound, issued_after=np.array([-1, 0, 2]))
+    assert first_misfit(late, trace) == "event 2: issued after event 2, wanted an event before its target"
+    both = dataclasses.replace(late, expert_ids=np.array([0, 4, 1], dtype=np.uint16))
+    assert first_misfit(both, trace) == "event 1: expert 4, wanted below the 4 of layer 7"
+    silent = dataclasses.replace(sound, covered=np.array([True, False, True]))
+    assert first_misfit(silent, trace) == "event 1: experts of an event that is not covered"
+    cut = dataclasses.replace(sound, first_id=np.array([0, 1, 2, 2]))
+    assert first_misfit(cut, trace) == "offsets that do not divide the ids of the plan among its events"

@@ -69,7 +69,8 @@ def recall_row(predictor: str, named: int, *, depth: int = 0, layer_id: int | No
     counts = {
         "events": 100, "covered_events": 90 if is_table else 100, "accesses": 1000,
         "covered_accesses": 900 if is_table else 1000, "predicted_experts": 900, "predicted_accesses": named,
-        "chance_predicted_accesses": 62.5, "step_begin": 0, "step_end": 50, "warm_steps": 30,
+        "chance_predicted_accesses": 62.5, "shuffled_predicted_accesses": 100, "seed": 0,
+        "step_begin": 0, "step_end": 50, "warm_steps": 30,
     }  # fmt: skip
     return valid_row(
         TABLES["lookahead_recall"],
@@ -425,6 +426,26 @@ def test_the_sentence_on_lookahead_flips_with_the_rows():
     ) in falling
     assert "below the previous token's 40.0 %; 3 layers ahead it rises from 33.3 % to 38.9 %" in shown(300, 350)
     assert "level with the previous token's 40.0 %; 3 layers ahead it stays at 44.4 %" in shown(400, 400)
+
+
+def test_predictors_of_no_distance_say_so_and_nulls_stand_in_the_table_alone():
+    undated = {"lookahead_layers": None, "lookahead_steps": None}
+    rows = [
+        recall_row("previous_token", 400),
+        recall_row("conditional", 500, depth=1),
+        recall_row("frequency", 450) | undated | {"width": 8},
+        recall_row("frequency", 600) | undated | {"width": 16},
+        recall_row("recorded", 300) | undated,
+        recall_row("oracle", 1000, depth=1),
+        recall_row("random", 60) | undated | {"width": 8},
+    ]
+    page = words(lookahead_recall=rows)
+    assert "Most frequent, 8 wide: names 450 of 1,000 accesses at any time (45.0 %;" in page
+    assert "Most frequent, 16 wide: names" not in page
+    assert "Recorded by the engine: names 300 of 1,000 accesses at a time unknown" in page
+    assert "Oracle: names" not in page
+    assert "Random, 8 wide: names" not in page
+    assert all(name in page for name in ("oracle 1 layer ahead and 1 step ahead", "random, 8 wide at any time"))
 
 
 def test_the_closest_and_the_farthest_domains_follow_the_rows():
