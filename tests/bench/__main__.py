@@ -22,7 +22,7 @@ import polars as pl
 from pipeline.ingest import ingest
 from schemas.files import DataFolder
 from schemas.trace import UserMetadata
-from tests.bench import loop, owners, page_cache_model, policies, pool, replay, stream
+from tests.bench import lookahead, loop, owners, page_cache_model, policies, pool, replay, stream
 from tests.bench.processes import peak_of
 
 REPETITIONS = 5
@@ -205,6 +205,7 @@ SAMPLED_BENCHES = {
     "replay": replay.main,
     "policies": policies.main,
     "model": page_cache_model.main,
+    "lookahead": lookahead.main,
 }
 ON_REQUEST = {"scale": policies.scale, "stream": stream.main}
 """Minutes each, so only by name."""

@@ -1,0 +1,71 @@
+"""The counting predictors over 3.07 M selections: every reuse window, width and depth, after compilation.
+
+On the published `code` trace where it is at hand, else on generated routes of the same shape.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.locality import REUSE_WINDOWS, trace_locality
+from pipeline.lookahead import DEPTHS, WIDTH_FACTORS, lookahead_tables, score_plan
+from pipeline.predictors import conditional, first_part, frequency, learned, previous_token
+from replayer.trace import Trace
+from tests.bench.policies import EXPERTS, report, synthetic_routes
+from tests.builders import make_trace
+
+PUBLISHED = Path(__file__).parents[3] / "shared" / "traces" / "qwen3-30b-code.npz"
+
+
+def main(samples: int) -> None:
+    """Medians of so many repetitions of each, one after the other; the first round compiles and is not counted."""
+    if PUBLISHED.is_file():
+        routes = np.load(PUBLISHED)["experts"].transpose(1, 0, 2)
+    else:
+        routes = synthetic_routes() % EXPERTS
+    trace = make_trace(np.ascontiguousarray(routes), num_experts=EXPERTS)
+    windows = f"windows {', '.join(map(str, REUSE_WINDOWS))}"
+    works = {
+        f"counting predictors, depths 1 to {DEPTHS[-1]}": lambda: count(trace),
+        f"reuse in {windows}, with nulls": lambda: trace_locality(trace),
+        "the learned one, a depth": lambda: learned(trace, depth=1, width=16, fit=first_part(trace, Fraction("0.6"))),
+        "both tables, all predictors and nulls": lambda: lookahead_tables(trace),
+    }
+    wanted = {0: 1.0, 2: 5.0}
+    for place, (said, work) in enumerate(works.items()):
+        seconds = median_seconds(work, samples)
+        limit = wanted.get(place)
+        found = f"{seconds:.2f} s of {trace.expert_ids.size / 1e6:.2f} M selections"
+        if limit is None:
+            report(said, found)
+        else:
+            report(said, found, f"< {limit:.0f} s", reached=seconds < limit)
+
+
+def count(trace: Trace) -> None:
+    """Plans and scores of the previous token, of frequencies and of tables at every depth and width."""
+    fit = first_part(trace, Fraction("0.6"))
+    scored = trace.event_step >= fit.steps
+    widths = [factor * trace.top_k for factor in WIDTH_FACTORS]
+    score_plan(trace, previous_token(trace), scored)
+    for plan in (
+        frequency(trace, width=widths[-1], fit=fit),
+        *(conditional(trace, depth=depth, width=widths[-1], fit=fit) for depth in DEPTHS),
+    ):
+        for width in widths:
+            score_plan(trace, plan, scored, width=width)
+
+
+def median_seconds(work: Callable[[], object], samples: int) -> float:
+    """The first is not counted."""
+    seconds = []
+    for sample in range(samples + 1):
+        started = time.perf_counter()
+        work()
+        if sample:
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
