@@ -568,6 +568,8 @@ def _size(size_bytes: int | None, unknown: str = "-") -> str:
 _DEMO_POLICIES = ("lru", "sieve", "lfu_gated", "static", "belady_forced", "belady_bypass")
 """Enough for a first look; the table hit_rate has all."""
 
+_DEMO_PREDICTORS = ("previous_token", "conditional", "learned")
+
 
 def _answer(data: DataFolder, done: Sequence[Ingested]) -> list[str]:
     """The demo's answer in about twenty lines, read from the warehouse like anybody would."""
@@ -599,7 +601,7 @@ def _answer(data: DataFolder, done: Sequence[Ingested]) -> list[str]:
     )
     lines.append(f"lookahead of {first.trace_id}, scored on the same steps:")
     lines.append(f"  {'predictor':<16}{'':<28}{'recall':>8}{'precis.':>8}{'covered':>8}")
-    nearest = (pl.col("predictor") == "previous_token") | (pl.col("lookahead_layers") == 1)
+    nearest = (pl.col("lookahead_layers") <= 1) & pl.col("predictor").is_in(_DEMO_PREDICTORS)
     for row in recall.filter(nearest).sort("predictor", "width").iter_rows(named=True):
         ahead = "next layer" if row["lookahead_layers"] else "next token"
         width = f", {row['width']} named" if row["width"] else ""

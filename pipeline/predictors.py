@@ -385,8 +385,10 @@ def _asked(trace: Trace, fit: Fit) -> BoolArray:
 
 def first_step_after(trace: Trace, fit_steps: int) -> int:
     """The step_id of the first step after `fit_steps` steps, counted without warm-up steps."""
-    steps = steps_without_warmup(trace)
-    return int(steps[fit_steps]) if fit_steps < len(steps) else np.iinfo(np.int64).max
+    # Steps never descend, so this is `steps_without_warmup` without its sorting.
+    steps = trace.event_step[trace.event_phase != _WARMUP]
+    starts = np.flatnonzero(np.diff(steps, prepend=-1))
+    return int(steps[starts[fit_steps]]) if fit_steps < len(starts) else np.iinfo(np.int64).max
 
 
 def _after_the_fit(trace: Trace, fit: Fit, asked: BoolArray) -> IntArray:

@@ -1,6 +1,7 @@
 """The counting predictors over 3.07 M selections: every reuse window, width and depth, after compilation.
 
-On the published `code` trace where it is at hand, else on generated routes of the same shape.
+On the published `code` trace (48 layers × 128 experts) where it is at hand, else on generated routes of as many
+selections.
 """
 
 import statistics
@@ -24,10 +25,10 @@ PUBLISHED = Path(__file__).parents[3] / "shared" / "traces" / "qwen3-30b-code.np
 def main(samples: int) -> None:
     """Medians of so many repetitions of each, one after the other; the first round compiles and is not counted."""
     if PUBLISHED.is_file():
-        routes = np.load(PUBLISHED)["experts"].transpose(1, 0, 2)
+        routes, experts = np.load(PUBLISHED)["experts"].transpose(1, 0, 2), 128
     else:
-        routes = synthetic_routes() % EXPERTS
-    trace = make_trace(np.ascontiguousarray(routes), num_experts=EXPERTS)
+        routes, experts = synthetic_routes(6_400) % EXPERTS, EXPERTS
+    trace = make_trace(np.ascontiguousarray(routes), num_experts=experts)
     windows = f"windows {', '.join(map(str, REUSE_WINDOWS))}"
     works = {
         f"counting predictors, depths 1 to {DEPTHS[-1]}": lambda: count(trace),
