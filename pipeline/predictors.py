@@ -286,7 +286,7 @@ def learned(trace: Trace, *, depth: int, width: int, fit: Fit, epochs: int = LEA
     Pairs, fitted and covered events are those of `conditional`. The inputs are the experts of the source event,
     one-hot; each target expert is a regression of its own. All start at the ridge regression of their occurrence, in
     closed form, and are taken down the mean log-loss by Adam (Kingma and Ba 2015) with a falling rate, in an order of
-    pairs that is always the same. Layers are trained together, as many as keep their one-hot pairs within 64 MiB.
+    pairs that is always the same. Layers are trained together, as many as keep pairs and tables within 64 MiB.
 
     Raises:
         UnusableRequest: depth, width or epochs is below 1.
@@ -305,7 +305,8 @@ def learned(trace: Trace, *, depth: int, width: int, fit: Fit, epochs: int = LEA
     lengths = np.zeros(len(ask), dtype=np.int64)
     most = int(experts.max())
     longest = int(max(np.diff(first_pair).max(), np.diff(first_ask).max(), 1))
-    together = max(1, _LEARNED_BYTES // (8 * longest * most))
+    # Of a layer: inputs and targets, 4 bytes each, and five tables: weights, slopes, products and two moments.
+    together = max(1, _LEARNED_BYTES // (8 * longest * most + 20 * most * most))
     for begin in range(depth, num_layers, together):
         layers = range(begin, min(begin + together, num_layers))
         fitted = [pairs[first_pair[layer] : first_pair[layer + 1]] for layer in layers]

@@ -18,7 +18,7 @@ import re
 import stat
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -30,6 +30,7 @@ from replayer.experiment_findings import FINDINGS, METRICS, Design, Member
 from replayer.quantities import format_bytes, parse_bytes, parse_fraction
 from replayer.request import Request
 from schemas.columns import (
+    DELIVERIES,
     DESTINATIONS,
     FADVICES,
     GROUP_STATS,
@@ -107,6 +108,10 @@ class _Asked(StrictModel):
     observe: Literal[OBSERVATIONS] = "every"  # type: ignore[valid-type]
     verify: Literal[VERIFICATIONS] = "edges"  # type: ignore[valid-type]
     group_stat: Literal[GROUP_STATS] = "pass"  # type: ignore[valid-type]
+    plan: _Label | None = None
+    delivery: Literal[DELIVERIES] = "none"  # type: ignore[valid-type]
+    split: str | int = "auto"
+    hint_slots: Annotated[int, Field(ge=1)] | None = None
     cold: bool = False
     steps: Annotated[str, Field(pattern=r"^[0-9]{0,10}:[0-9]{0,10}$")] = ":"
     at_most_steps: Annotated[int, Field(ge=1)] | None = None
@@ -149,7 +154,10 @@ class GivenTrace:
 
 @dataclass(frozen=True)
 class Given:
-    """What the call and the machine bring. pools: (pool_id, bytes of its experts) each; memory in bytes."""
+    """What the call and the machine bring. pools: (pool_id, bytes of its experts) each; memory in bytes.
+
+    plans: of each name, (path of the lookahead plan, SHA-256 of it).
+    """
 
     traces: Sequence[GivenTrace]
     pools: Sequence[tuple[str, int]]
@@ -157,6 +165,7 @@ class Given:
     memory_bytes: int
     available_bytes: int
     replayer_version: str = ""
+    plans: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -532,12 +541,36 @@ def _part(
         verify=one.verify,
         group_stat=one.group_stat,
         accelerator_memory=one.accelerator_memory,
+        plan=None if one.plan is None else _plan_path(one.plan, given, where),
+        delivery=one.delivery,
+        split=_split(one.split, where),
+        hint_slots=one.hint_slots,
         warm_pass=not one.cold,
         steps=_steps(one, min(trace.steps for trace in traces), keeps_all_steps),
         allow_thrash=one.allow_thrash,
         allow_unsuitable=one.allow_unsuitable,
     )
     return Part(None if tenant is None else tenant.name, streams, source.pool, request)
+
+
+def _plan_path(name: str, given: Given, where: str) -> str:
+    if name not in given.plans:
+        raise UnusableExperiment(
+            f"{where}: plan {name!r}, but the call gives {', '.join(sorted(given.plans)) or 'none'}; "
+            f"add --plan {name}=FILE"
+        )
+    return given.plans[name][0]
+
+
+def _split(said: str | int, where: str) -> str | int:
+    if said in ("auto", "none"):
+        return said
+    try:
+        return parse_bytes(str(said))
+    except ValueError as error:
+        raise UnusableExperiment(
+            f"{where}: key split: wanted auto, none or a size, found {str(said)[:60]!r} ({error})"
+        ) from None
 
 
 def _trace(name: int | str, given: Given, where: str) -> int:
@@ -589,6 +622,7 @@ def _named(
     seed = file.seed if seed is None else seed
     repeats = file.repeats if repeats is None else repeats
     paths = {trace.path: f"@{place}" for place, trace in enumerate(given.traces)}
+    digests = dict(given.plans.values())
     asked = []
     for one in conditions:
         parts = []
@@ -596,6 +630,8 @@ def _named(
             request = asdict(part.request)
             for key in ("fit", "admit"):
                 request[key] = _without_paths(request[key], paths)
+            # By what it says, wherever it lies.
+            request["plan"] = None if part.request.plan is None else digests[part.request.plan]
             parts.append({"tenant": part.tenant, "streams": part.streams, "pool": part.pool, "request": request})
         asked.append({"label": one.label, "group": one.group, "is_baseline": one.is_baseline,
                       "shares_wall": one.shares_wall, "parts": parts})  # fmt: skip

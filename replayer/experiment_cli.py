@@ -4,12 +4,13 @@ What is asked for belongs to `experiment`, what the runs show to `experiment_fin
 """
 
 import argparse
+import hashlib
 import json
 import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def run_experiment(arguments: argparse.Namespace) -> int:
     text = read_description(path)
     traces = [read_trace(one) for one in arguments.trace]
     pools = [read_pool(one) for one in arguments.pool]
-    given = _given(arguments.trace, traces, pools)
+    given = replace(_given(arguments.trace, traces, pools), plans=_plans(arguments.plan or []))
     sizes = "fit_machine" if arguments.fit_machine else "as_published" if arguments.as_published else "as_written"
     experiment = resolve(text, path.name, given, sizes=sizes, seed=arguments.experiment_seed, repeats=arguments.repeat)
     data = DataFolder(arguments.data)
@@ -193,6 +194,24 @@ def _run_all(session: _Session) -> tuple[bool, list[Cell]]:
         if session.is_told:
             print("\r\033[K", end="", file=sys.stderr)
     return False, lost
+
+
+def _plans(said: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Of each NAME=FILE, the name → the file's path and the SHA-256 of its content.
+
+    Raises:
+        UnusableReplay: one is written otherwise, or two have one name. OSError: a file cannot be read.
+    """
+    plans: dict[str, tuple[str, str]] = {}
+    for one in said:
+        name, equals, path = one.partition("=")
+        if not (name and equals and path):
+            raise UnusableReplay(f"--plan {one!r}, wanted NAME=FILE, by the names that the experiment's file has")
+        if name in plans:
+            raise UnusableReplay(f"--plan {name}= twice, wanted one file for each name")
+        with Path(path).open("rb") as file:
+            plans[name] = path, hashlib.file_digest(file, "sha256").hexdigest()
+    return plans
 
 
 def _given(paths: Sequence[Path], traces: Sequence[Trace], pools: Sequence[Pool]) -> Given:
@@ -286,6 +305,8 @@ def _print_how_to_resume(arguments: argparse.Namespace, was_stopped: bool, lost:
     again = ["replayer", "replay", *map(str, arguments.trace)]
     for pool in arguments.pool:
         again += ["--pool", str(pool)]
+    for plan in arguments.plan or []:
+        again += ["--plan", plan]
     again += ["--experiment", arguments.experiment, "--data", str(arguments.data)]
     again += ["--fit-machine"] if arguments.fit_machine else ["--as-published"] if arguments.as_published else []
     again += [] if arguments.experiment_seed is None else ["--experiment-seed", str(arguments.experiment_seed)]

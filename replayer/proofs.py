@@ -307,8 +307,8 @@ def _device_identity_hinted(recording: Recording, run: dict[str, Any], missing: 
     columns = delivery_columns(recording)
     assert columns is not None, "a plan was delivered"
     found, hinted = run["device_bytes"], columns["hinted_missing_bytes"]
-    # The worker is another reader in the same wall.
-    raced = int(RACED_SHARE_IN_COMPANY * missing) if recording.request.mechanism != "none" else 0
+    # The worker is another reader in the same wall: each page it brings may push one out that demand has looked at.
+    raced = int(RACED_SHARE_IN_COMPANY * missing) + hinted if recording.request.mechanism != "none" else 0
     partial = recording.classes[1] & ~recording.served(DIRECT)
     raced += int((recording.access_pages - recording.arrays["missing_pages"])[partial].sum()) * recording.page_bytes
     shared = _shared_pages(recording) * recording.page_bytes

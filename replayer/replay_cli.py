@@ -66,7 +66,7 @@ _OF_A_RUN = (
     "owner", "policy", "scope", "fit", "arena_fraction", "admit", "miss_path", "seed", "mechanism", "capacity", "wall",
     "headroom", "machine_bytes", "allow_thrash", "allow_unsuitable", "fadvise", "device", "threads", "steps", "cold",
     "observe", "accesses", "verify", "group_stat", "accelerator_memory",
-    "offline_memory_blocks", "plan", "delivery", "split", "hint_slots",
+    "offline_memory_blocks", "delivery", "split", "hint_slots",
 )  # fmt: skip
 """Options that an experiment's file says for each condition."""
 _MAX_REPEAT = 10_000
@@ -136,7 +136,12 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="random (default): no readahead; willneed: none, and each read is announced; normal, sequential, noreuse: "
         "the kernel's readahead under that advice",
     )
-    command.add_argument("--plan", metavar="PLAN", help="a lookahead plan: which experts to read ahead for which event")
+    command.add_argument(
+        "--plan",
+        action="append",
+        metavar="PLAN",
+        help="a lookahead plan: which experts to read ahead for which event; of an experiment NAME=PLAN, once for each",
+    )
     command.add_argument(
         "--delivery",
         choices=DELIVERIES,
@@ -229,6 +234,8 @@ def _replay(arguments: argparse.Namespace) -> int:
         )
     if len(arguments.trace) > 1 or len(arguments.pool) > 1:
         raise UnusableReplay("several traces or pools belong to an --experiment; name one of each")
+    if len(arguments.plan or []) > 1:
+        raise UnusableReplay(f"{len(arguments.plan)} plans, wanted one; several belong to an --experiment")
     request = Request(
         owner=arguments.owner,
         policy=arguments.policy,
@@ -251,7 +258,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         group_stat=arguments.group_stat,
         accelerator_memory=arguments.accelerator_memory,
         offline_memory_blocks=arguments.offline_memory_blocks,
-        plan=arguments.plan,
+        plan=arguments.plan[0] if arguments.plan else None,
         delivery=arguments.delivery,
         split=arguments.split,
         hint_slots=arguments.hint_slots,

@@ -63,6 +63,7 @@ HERE = Given(
     machine_id="machine-1",
     memory_bytes=24 * GIB,
     available_bytes=20 * GIB,
+    plans={"oracle": ("plans/oracle.parquet", "0" * 64), "fitted": ("plans/fitted.parquet", "f" * 64)},
 )
 FILE = """
 name = "mine"
@@ -107,7 +108,26 @@ def test_every_shipped_experiment_is_sound_named_as_its_file_and_repeats_at_leas
 def test_the_experiments_of_the_study_are_shipped():
     assert set(shipped()) == {
         "capacity-response", "equal-memory", "off-domain", "admission", "admission-ab", "batch-4", "two-tenants",
+        "lookahead",
     }  # fmt: skip
+
+
+def test_plans_are_named_in_the_file_and_given_by_the_call():
+    asked = 'plan = "oracle"\ndelivery = "advice"\nsplit = ["none", "2MiB"]'
+    text = FILE.replace('owner = ["restream", "uncached"]', asked)
+    found = resolved(text)
+    requests = [part.request for one in found.conditions for part in one.parts]
+    assert [one.plan for one in requests] == [None, "plans/oracle.parquet", "plans/oracle.parquet"]
+    assert [one.split for one in requests] == ["auto", "none", 2**21]
+    # The id is that of the plan's content, wherever it lies.
+    moved = dataclasses.replace(HERE, plans={"oracle": ("elsewhere", "0" * 64)})
+    other = dataclasses.replace(HERE, plans={"oracle": ("plans/oracle.parquet", "1" * 64)})
+    assert resolved(text, moved).experiment_id == found.experiment_id
+    assert resolved(text, other).experiment_id != found.experiment_id
+    with pytest.raises(UnusableExperiment, match=r"plan 'oracle', but the call gives none; add --plan oracle=FILE"):
+        resolved(text, dataclasses.replace(HERE, plans={}))
+    with pytest.raises(UnusableExperiment, match=r"key split: wanted auto, none or a size, found 'half'"):
+        resolved(text.replace('"none"', '"half"'))
 
 
 def test_lists_are_combined_and_label_what_they_vary():
@@ -629,7 +649,7 @@ def made(tmp_path_factory) -> Path:
 def asked(made: Path, data: Path, **values: Any) -> Namespace:
     given = {
         "trace": [made / "code.parquet"], "pool": [made / "pool-code"], "experiment": str(made / "mine.toml"),
-        "fit_machine": True, "as_published": False, "experiment_seed": None, "repeat": None, "data": data,
+        "fit_machine": True, "as_published": False, "experiment_seed": None, "plan": None, "repeat": None, "data": data,
         "wait": WAIT_S, "json": True,
     }  # fmt: skip
     return Namespace(**{**given, **values})
