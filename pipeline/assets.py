@@ -13,6 +13,7 @@ import polars as pl
 from pydantic import Field
 
 from pipeline import report as report_module
+from pipeline.benefit import lookahead_benefit as simulate_lookahead_benefit
 from pipeline.canonical import PARSER_VERSION
 from pipeline.checks import (
     SCHEMA_CHECK,
@@ -273,6 +274,13 @@ miss_ratio_curve = _per_trace(
     "miss_ratio_curve", simulate_miss_ratio_curve, description="Simulated curves per policy.", show=_show_curve
 )
 
+lookahead_benefit = _per_trace(
+    "lookahead_benefit",
+    lambda read: simulate_lookahead_benefit(read),
+    description="What plans would have saved, simulated.",
+    show=_nothing,
+)
+
 
 @dg.multi_asset(
     name="lookahead",
@@ -459,6 +467,7 @@ def _bytes_text(size_bytes: int | None) -> str:
         reporting_block,
         miss_ratio_curve,
         *RECALL_TABLES,
+        "lookahead_benefit",
         domain_overlap,
         inversion,
         *REPLAY_TABLES,
@@ -492,6 +501,7 @@ PER_TRACE = (
     reporting_block,
     miss_ratio_curve,
     lookahead,
+    lookahead_benefit,
 )
 REPLAYS = (native_replay,)
 OVER_TRACES = (domain_overlap, inversion, warehouse, report)

@@ -33,6 +33,7 @@ PER_TRACE_TABLES = (
     "miss_ratio_curve",
     "lookahead_recall",
     "lookahead_recall_missed",
+    "lookahead_benefit",
 )
 _PROVENANCE_KEY = b"expert_tier_provenance"
 

@@ -210,6 +210,29 @@ _TABLES = [
         nullable=frozenset({"fit", "lookahead_layers", "lookahead_steps", "width"}),
     ),
     Table(
+        name="lookahead_benefit",
+        grain="One row per plan, capacity of an LRU over all layers (event-atomic) and link: what it would have saved.",
+        key=(
+            "trace_id", "predictor", "fit", "lookahead_layers", "lookahead_steps", "width", "phase",
+            "capacity_experts_total", "bandwidth_bytes_per_s", "latency_ns", "queue_depth", "compute_ns",
+        ),
+        measures=(
+            "step_begin", "step_end", "warm_steps", "events", "covered_events", "hint_coverage", "selections",
+            "accesses", "predicted_experts", "predicted_accesses", "recall_all", "precision", "misses",
+            "predicted_misses", "recall_missed", "simulated_misses_with", "simulated_removed_misses",
+            "prefetch_coverage", "simulated_removed_late", "simulated_displaced", "simulated_submitted",
+            "simulated_completed", "simulated_used", "prefetch_accuracy", "simulated_used_late", "late_share",
+            "simulated_wasted", "miss_bytes", "simulated_removed_bytes", "simulated_displaced_bytes",
+            "simulated_wasted_bytes", "simulated_device_bytes", "simulated_device_bytes_per_miss_byte",
+            "simulated_time_without_ns",
+            "simulated_time_with_ns", "simulated_time_per_time_without", "simulated_overlap_ns",
+        ),
+        nullable=frozenset({
+            "fit", "lookahead_layers", "lookahead_steps", "width", "bandwidth_bytes_per_s", "queue_depth", "miss_bytes",
+            "simulated_removed_bytes", "simulated_displaced_bytes", "simulated_wasted_bytes", "simulated_device_bytes",
+        }),
+    ),
+    Table(
         name="replay_run",
         grain="One row per native replay that was started, whatever came of it.",
         key=("run_id",),

@@ -78,6 +78,20 @@ ROWS: dict[str, dict] = {
         "accesses": 16, "misses": 8, "predicted_misses": 1, "recall_missed": 0.125, "chance_predicted_misses": 2.0,
         "chance_recall_missed": 0.25,
     },
+    "lookahead_benefit": {
+        "trace_id": "tiny", "predictor": "conditional", "fit": "first:0.6", "lookahead_layers": 1, "lookahead_steps": 0,
+        "width": 4, "phase": "decode", "capacity_experts_total": 4, "bandwidth_bytes_per_s": 1000, "latency_ns": 5,
+        "queue_depth": 8, "compute_ns": 100, "step_begin": 0, "step_end": 10, "warm_steps": 6, "events": 8,
+        "covered_events": 4, "hint_coverage": 0.5, "selections": 16, "accesses": 16, "predicted_experts": 16,
+        "predicted_accesses": 4, "recall_all": 0.25, "precision": 0.25, "misses": 8, "predicted_misses": 4,
+        "recall_missed": 0.5, "simulated_misses_with": 7, "simulated_removed_misses": 2, "prefetch_coverage": 0.25,
+        "simulated_removed_late": 1, "simulated_displaced": 1, "simulated_submitted": 5, "simulated_completed": 5,
+        "simulated_used": 2, "prefetch_accuracy": 0.4, "simulated_used_late": 1, "late_share": 0.5,
+        "simulated_wasted": 3, "miss_bytes": 800, "simulated_removed_bytes": 200, "simulated_displaced_bytes": 100,
+        "simulated_wasted_bytes": 300, "simulated_device_bytes": 1200, "simulated_device_bytes_per_miss_byte": 1.5,
+        "simulated_time_without_ns": 2000, "simulated_time_with_ns": 1500, "simulated_time_per_time_without": 0.75,
+        "simulated_overlap_ns": 700,
+    },
     "replay_run": {
         "run_id": "20261202T033000-0a1b2c3d", "started_at": "2026-12-02T03:30:00.000000Z", "condition_hash":
         "0123456789ab", "trace_id": "tiny", "pool_id": "pool-1", "machine_id": "machine-1", "replayer_version": "0.1.0",

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replayer.accounting import device_bytes_of, median_of, percentile_99_of, text_of
+from replayer.accounting import median_of, percentile_99_of, sum_of_read_bytes, text_of
 
 VALUES = st.lists(st.integers(-(2**40), 2**40), max_size=400)
 
@@ -36,14 +36,15 @@ def test_percentile_99_is_a_value_that_99_of_100_do_not_exceed(values: list[int]
 def test_device_bytes_are_summed_over_the_demand_threads_alone(as_bytes: bool) -> None:
     texts = {f"thread_io {number}": f"rchar: 9\nread_bytes: {10**number}\n" for number in range(4)}
     given_texts = {name: text.encode() if as_bytes else text for name, text in texts.items()}
-    assert device_bytes_of(given_texts, 3) == 111
+    assert sum_of_read_bytes(given_texts, [f"thread_io {number}" for number in range(3)]) == 111
 
 
 @pytest.mark.parametrize("missing", [None, "", "rchar: 9\n", "read_bytes: 1"])
 def test_one_thread_that_is_not_counted_leaves_the_sum_unknown(missing: str | None) -> None:
     """Also a line that was cut off."""
-    assert device_bytes_of({"thread_io 0": "read_bytes: 5\n", "thread_io 1": missing}, 2) is None
-    assert device_bytes_of({"thread_io 0": "read_bytes: 5\n"}, 2) is None
+    both = ["thread_io 0", "thread_io 1"]
+    assert sum_of_read_bytes({"thread_io 0": "read_bytes: 5\n", "thread_io 1": missing}, both) is None
+    assert sum_of_read_bytes({"thread_io 0": "read_bytes: 5\n"}, both) is None
 
 
 def test_text_that_a_snapshot_does_not_have_is_null() -> None:

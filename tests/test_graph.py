@@ -37,6 +37,7 @@ GRAPH = {
     "miss_ratio_curve": {"routing"},
     "lookahead_recall": {"routing"},
     "lookahead_recall_missed": {"routing"},
+    "lookahead_benefit": {"routing"},
     "domain_overlap": {"routing"},
     "inversion": set(),
     "replay_run": {"routing"},
@@ -50,8 +51,9 @@ GRAPH = {
     "machine": {"routing"},
     "warehouse": {
         "trace", "trace_check", "trace_locality", "hit_rate", "hit_rate_layer", "reporting_block", "miss_ratio_curve",
-        "lookahead_recall", "lookahead_recall_missed", "domain_overlap", "inversion", "replay_run", "replay_step",
-        "replay_reclaim", "replay_node", "replay_delivery", "replay_layer", "replay_proof", "pool", "machine",
+        "lookahead_recall", "lookahead_recall_missed", "lookahead_benefit", "domain_overlap", "inversion",
+        "replay_run", "replay_step", "replay_reclaim",
+        "replay_node", "replay_delivery", "replay_layer", "replay_proof", "pool", "machine",
     },
     "report": {"warehouse"},
 }  # fmt: skip

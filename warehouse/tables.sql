@@ -397,6 +397,60 @@ CREATE TABLE lookahead_recall_missed (
     chance_recall_missed    DOUBLE
 );
 
+-- One row per plan, capacity of an LRU over all layers (event-atomic) and link: what it would have saved.
+-- Key: trace_id, predictor, fit, lookahead_layers, lookahead_steps, width, phase, capacity_experts_total, bandwidth_bytes_per_s, latency_ns, queue_depth, compute_ns
+CREATE TABLE lookahead_benefit (
+    trace_id                             VARCHAR NOT NULL,
+    predictor                            VARCHAR NOT NULL,
+    fit                                  VARCHAR,
+    lookahead_layers                     BIGINT,
+    lookahead_steps                      BIGINT,
+    width                                BIGINT,
+    phase                                VARCHAR NOT NULL,
+    capacity_experts_total               BIGINT  NOT NULL,
+    bandwidth_bytes_per_s                BIGINT,
+    latency_ns                           BIGINT  NOT NULL,
+    queue_depth                          BIGINT,
+    compute_ns                           BIGINT  NOT NULL,
+    step_begin                           BIGINT  NOT NULL,
+    step_end                             BIGINT  NOT NULL,
+    warm_steps                           BIGINT  NOT NULL,
+    events                               BIGINT  NOT NULL,
+    covered_events                       BIGINT  NOT NULL,
+    hint_coverage                        DOUBLE,
+    selections                           BIGINT  NOT NULL,
+    accesses                             BIGINT  NOT NULL,
+    predicted_experts                    BIGINT  NOT NULL,
+    predicted_accesses                   BIGINT  NOT NULL,
+    recall_all                           DOUBLE,
+    precision                            DOUBLE,
+    misses                               BIGINT  NOT NULL,
+    predicted_misses                     BIGINT  NOT NULL,
+    recall_missed                        DOUBLE,
+    simulated_misses_with                BIGINT  NOT NULL,
+    simulated_removed_misses             BIGINT  NOT NULL,
+    prefetch_coverage                    DOUBLE,
+    simulated_removed_late               BIGINT  NOT NULL,
+    simulated_displaced                  BIGINT  NOT NULL,
+    simulated_submitted                  BIGINT  NOT NULL,
+    simulated_completed                  BIGINT  NOT NULL,
+    simulated_used                       BIGINT  NOT NULL,
+    prefetch_accuracy                    DOUBLE,
+    simulated_used_late                  BIGINT  NOT NULL,
+    late_share                           DOUBLE,
+    simulated_wasted                     BIGINT  NOT NULL,
+    miss_bytes                           BIGINT,
+    simulated_removed_bytes              BIGINT,
+    simulated_displaced_bytes            BIGINT,
+    simulated_wasted_bytes               BIGINT,
+    simulated_device_bytes               BIGINT,
+    simulated_device_bytes_per_miss_byte DOUBLE,
+    simulated_time_without_ns            BIGINT  NOT NULL,
+    simulated_time_with_ns               BIGINT  NOT NULL,
+    simulated_time_per_time_without      DOUBLE,
+    simulated_overlap_ns                 BIGINT  NOT NULL
+);
+
 -- One row per native replay that was started, whatever came of it.
 -- Key: run_id
 CREATE TABLE replay_run (
