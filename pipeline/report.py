@@ -23,6 +23,7 @@ from pipeline.inversion import COMMAND as INVERSION_COMMAND
 from pipeline.inversion import inversion_block
 from pipeline.lab_report import VIEWS as LAB_VIEWS
 from pipeline.lab_report import lab_blocks
+from pipeline.lookahead_report import benefit_blocks
 from pipeline.page import (
     Block,
     Cell,
@@ -295,6 +296,7 @@ def _section(anchor: str, trace: Row, rows: dict[str, list[Row]], newer: str | N
             *_policy_blocks(trace, rows["miss_ratio_curve"], hit_rates, plots),
             *_locality_blocks(trace, locality, plots),
             *_lookahead_blocks(trace, rows["lookahead_recall"], plots),
+            *benefit_blocks(rows["lookahead_benefit"]),
         ],
         overview=_overview(trace, hit_rates, locality),
         command=f"expert-tier run --trace {shlex.quote(trace_id)} && expert-tier report",
