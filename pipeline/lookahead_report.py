@@ -59,7 +59,9 @@ def _answer(capacity: int, rows: Sequence[Row]) -> str:
         return (
             f"{where} it may pay: {_name(best)} would save {percent(_gain(best))} of {_what(best)}, of the "
             f"{percent(most)} that the truth would, by removing {amount(best['simulated_removed_misses'])} of "
-            f"{amount(best['misses'])} misses and displacing {amount(best['simulated_displaced'])} hits."
+            f"{amount(best['misses'])} misses and displacing {amount(best['simulated_displaced'])} hits; "
+            f"{(best['simulated_misses_with'] + best['simulated_submitted']) / best['misses']:.2f} times as many "
+            "experts are read in all."
         )
     change = f"would save {percent(_gain(best))}" if _gain(best) >= 0 else f"would cost {percent(-_gain(best))}"
     return (

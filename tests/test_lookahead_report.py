@@ -14,6 +14,7 @@ def row(predictor: str = "conditional", **said: Any) -> dict[str, Any]:
         **ROWS["lookahead_benefit"], "predictor": predictor, "capacity_experts_total": 40, "accesses": 1000,
         "misses": 400, "events": 250, "covered_events": 200, "hint_coverage": 0.8, "predicted_accesses": 500,
         "recall_all": 0.5, "predicted_misses": 200, "recall_missed": 0.5, "simulated_removed_misses": 150,
+        "simulated_misses_with": 260, "simulated_submitted": 300,
         "simulated_displaced": 10, "simulated_used": 150, "simulated_used_late": 30, "late_share": 0.2,
         "simulated_time_without_ns": 2000, "simulated_time_with_ns": 1500,
     }  # fmt: skip
@@ -32,7 +33,9 @@ def answer(*rows: dict[str, Any]) -> str:
 def test_a_plan_that_saves_time_may_pay_beside_what_the_truth_would_save() -> None:
     said = answer(row(), TRUTH)
     assert "With room for 40 experts it may pay: conditional, 1 layer ahead would save 25.0 % of the time" in said
-    assert "of the 50.0 % that the truth would, by removing 150 of 400 misses and displacing 10 hits" in said
+    assert (
+        "of the 50.0 % that the truth would, by removing 150 of 400 misses and displacing 10 hits; 1.40 times" in said
+    )
     assert "assumed: a link of 1.00 kB a second, 0 µs a read, 8 reads under way and 0.0 ms of compute" in said
 
 
