@@ -136,7 +136,7 @@ def _grid(rows: Sequence[Row]) -> Grid:
         head=[
             [
                 Cell("plan", is_text=True),
-                *(Cell(text) for text in ("room", "link", "named", "named and missing", "removed", "late")),
+                *(Cell(text) for text in ("room", "link", "named", "named and missing", "removed")),
                 *(Cell(text) for text in ("displaced", "wasted", "bytes", "time")),
             ]
         ],
@@ -149,8 +149,10 @@ def _grid(rows: Sequence[Row]) -> Grid:
                 ),
                 Cell(percent(row["recall_all"]), f"{amount(row['predicted_accesses'])} of {amount(row['accesses'])}"),
                 Cell(percent(row["recall_missed"]), f"{amount(row['predicted_misses'])} of {amount(row['misses'])}"),
-                Cell(percent(row["prefetch_coverage"]), amount(row["simulated_removed_misses"])),
-                Cell(amount(row["simulated_removed_late"])),
+                Cell(
+                    percent(row["prefetch_coverage"]),
+                    f"{amount(row['simulated_removed_misses'])}, {amount(row['simulated_removed_late'])} late",
+                ),
                 Cell(amount(row["simulated_displaced"])),
                 Cell(amount(row["simulated_wasted"])),
                 Cell(_ratio(row["simulated_device_bytes_per_miss_byte"])),
