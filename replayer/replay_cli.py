@@ -332,7 +332,7 @@ def write_run(data: DataFolder, result: Run) -> None:
         ("replay_step", trace_id, run_id, result.steps),
         ("replay_reclaim", trace_id, run_id, result.reclaim),
         ("replay_node", trace_id, run_id, result.nodes),
-        *([("replay_delivery", trace_id, run_id, result.delivery)] if result.delivery else []),
+        ("replay_delivery", trace_id, run_id, result.delivery),
         ("replay_layer", trace_id, run_id, result.layers),
         ("replay_proof", trace_id, run_id, result.proofs),
         ("replay_run", trace_id, run_id, [result.run]),

@@ -117,7 +117,7 @@ def test_simulate_prints_one_document_whose_rows_carry_their_contract(capsys, tm
 
 def test_the_document_of_a_run_is_its_row_with_the_proofs():
     table = TABLES["replay_run"]
-    assert list(ReplayedRun.model_fields) == [*table.column_names, "reclaim", "proofs"]
+    assert list(ReplayedRun.model_fields) == [*table.column_names, "reclaim", "delivered", "proofs"]
     assert tuple(ReplayedRun.Reclaim.model_fields) == TABLES["replay_reclaim"].column_names
     for column in table.columns:
         annotation = ReplayedRun.model_fields[column.name].annotation

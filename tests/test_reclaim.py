@@ -227,7 +227,7 @@ def test_reclaim_at_a_wall_is_counted_for_the_pass_and_for_each_step(
         known = summed(steps, name)
         assert known is None or known <= whole[name], name
     write_run(DataFolder(tmp_path), run)
-    document = {**run.run, "reclaim": whole, "proofs": run.proofs}
+    document = {**run.run, "reclaim": whole, "delivered": None, "proofs": run.proofs}
     ReplayedRun.model_validate_json(json.dumps(document), strict=True)
 
 
