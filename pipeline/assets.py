@@ -119,7 +119,7 @@ def _trace_metadata(file: Path, metadata: TraceMetadata) -> dict[str, Any]:
         dg.TableColumn(field.name, str(field.type), COLUMNS[field.name].description if field.name in COLUMNS else None)
         for field in arrow_schema(metadata.top_k_observed)
     ]
-    warnings = [f"- {check.name}: {check.found}" for check in metadata.checks if check.outcome == "warned"]
+    warnings = [f"- {check.name}: {check.found}" for check in metadata.checks if check.outcome == "warn"]
     return {
         "dagster/row_count": metadata.counts.rows,
         "dagster/column_schema": dg.TableSchema(columns),

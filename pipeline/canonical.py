@@ -10,7 +10,7 @@ Letters: R rows of a block, K experts per row, L layers seen so far.
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -417,7 +417,9 @@ class Canonical:
         if record_rows.max() > 65536:
             row = int(first_row[record_rows.argmax()])
             raise MalformedDump(f"{self._where(block, row)}: {record_rows.max()} rows in one event, at most 65,536")
-        if self.parsed.speculative:
+        if block.pass_kind is not None:
+            kinds = block.pass_kind[first_row]
+        elif self.parsed.speculative:
             kinds, wrong = type_passes(step, passes, record_rows)
             if wrong is not None:
                 raise MalformedDump(
@@ -562,7 +564,9 @@ class Canonical:
                     pa.array(block.expert_ids.reshape(-1).astype(np.uint16)), type=schema.field("expert_ids").type
                 ),
                 weights,
-                pa.nulls(block.rows, schema.field("predicted_expert_ids").type),
+                pa.nulls(block.rows, schema.field("predicted_expert_ids").type)
+                if block.predicted is None
+                else block.predicted,
             ],
             schema=schema,
         )
@@ -623,7 +627,7 @@ class Canonical:
                 supersedes=supersedes,
                 model=user.model or _text(parsed.model),
                 engine=user.engine or _text(parsed.engine),
-                domain=user.domain,
+                domain=user.domain or _text(parsed.domain),
                 capture_method=user.capture_method or _text(parsed.capture_method),
                 hidden_layers=hidden,
                 moe_layer_ids=layer_ids,
@@ -633,8 +637,8 @@ class Canonical:
                 top_k_model=user.top_k_model or parsed.top_k_model,
                 top_k_observed=self.top_k,
                 expert_bytes=self._expert_bytes(layer_ids),
-                id_space=user.id_space,
-                weight_kind=user.weight_kind if self.weight_rows else "absent",
+                id_space=user.id_space or parsed.id_space,
+                weight_kind=user.weight_kind or parsed.weight_kind if self.weight_rows else "absent",
                 rank_known=self._rank_known(),
                 pass_boundaries=parsed.pass_boundaries,
                 source=Source(
@@ -672,6 +676,8 @@ class Canonical:
         return int(np.flatnonzero(self.state.counts.any(axis=0))[-1]) + 1 if self.state.counts.any() else self.top_k
 
     def _rank_known(self) -> bool:
+        if self.parsed.rank_known is not None:
+            return self.parsed.rank_known or self.top_k == 1
         return self.top_k == 1 or self.ascending_rows < self.rows
 
     def _expert_bytes(self, layer_ids: list[int]) -> list[int] | list[list[int]] | None:
@@ -690,7 +696,7 @@ class Canonical:
         checks = [
             CheckRecord(
                 name="expert ids in range",
-                outcome="passed" if self.declared is not None else "not_applicable",
+                outcome="ok" if self.declared is not None else "not_applicable",
                 wanted="0 ≤ id < num_experts",
                 found=f"ids 0..{self._num_experts() - 1} at most"
                 if self.declared is not None
@@ -698,7 +704,7 @@ class Canonical:
             ),
             CheckRecord(
                 name="no expert twice in a row",
-                outcome="passed",
+                outcome="ok",
                 wanted=f"{self.top_k} different ids per token and layer",
                 found=f"{self.rows} rows looked at",
             ),
@@ -708,7 +714,7 @@ class Canonical:
             self._warmup_check(),
             CheckRecord(
                 name="every pass has every layer",
-                outcome="warned" if self.pruned_passes else "passed",
+                outcome="warn" if self.pruned_passes else "ok",
                 wanted=f"{len(self.layer_numbers)} layers with equally many rows in every pass",
                 found=f"{self.pruned_passes} passes with fewer rows in the last layer (output tokens of a prefill)"
                 if self.pruned_passes
@@ -717,10 +723,12 @@ class Canonical:
             self._weight_check(),
             CheckRecord(
                 name="router order kept",
-                outcome="passed" if self._rank_known() else "warned",
+                outcome="ok" if self._rank_known() else "warn",
                 wanted="ids of a row in router order",
                 found="ids are not sorted"
                 if self._rank_known()
+                else "the layout does not keep router order"
+                if self.parsed.rank_known is False
                 else f"all {self.rows} rows have ascending ids, so router order is lost",
             ),
             self._skew_check(),
@@ -733,7 +741,7 @@ class Canonical:
             checks.append(
                 CheckRecord(
                     name="255 is an expert",
-                    outcome="warned" if filled else "passed",
+                    outcome="warn" if filled else "ok",
                     wanted="id 255 of 256 experts in 8 bits is an expert, not a fill value of −1",
                     found=f"{filled} selections of id 255; the dump cannot tell them from −1",
                 )
@@ -742,18 +750,29 @@ class Canonical:
         checks.append(
             CheckRecord(
                 name="rows dropped",
-                outcome="warned" if dropped else "passed",
+                outcome="warn" if dropped else "ok",
                 wanted="every route of the dump is in the trace",
                 found="; ".join(f"{rows} rows: {reason}" for reason, rows in self.parsed.dropped_rows.items())
                 or "none",
             )
         )
+        if self.parsed.missing_positions:
+            missing = "; ".join(f"{count}: {reason}" for reason, count in self.parsed.missing_positions.items())
+            checks.append(
+                CheckRecord(
+                    name="positions captured",
+                    outcome="warn",
+                    wanted="routes of every token position",
+                    found=f"token positions that the dump holds no routes of: {missing}",
+                )
+            )
+        checks += self.parsed.checks
         if self.parsed.speculative:
             found = ", ".join(f"{count} {kind}" for kind, count in zip(PASS_KINDS, self.kinds.tolist(), strict=True))
             checks.append(
                 CheckRecord(
                     name="speculation typed",
-                    outcome="passed",
+                    outcome="ok",
                     wanted="every pass is normal, accepted, rejected or a fallback by width and repetition",
                     found=f"events: {found}; accepted tokens: {self.accepted}; {self.partial_passes} partial passes",
                 )
@@ -763,7 +782,7 @@ class Canonical:
             checks.append(
                 CheckRecord(
                     name="k of the records",
-                    outcome="warned" if doubtful else "passed",
+                    outcome="warn" if doubtful else "ok",
                     wanted="k is said (top_k_model), or records of k and of 2k ids show it",
                     found=f"k = {self.top_k} is inferred, all records are as wide; if they are pairs of tokens, say "
                     f"--meta top_k_model={self.top_k // 2}"
@@ -835,7 +854,7 @@ class Canonical:
                 "copy of a strided top-k view, not routes; copy the view with its row stride when recording"
             )
         return CheckRecord(
-            name="no strided-view copy", outcome="passed", wanted=wanted, found=f"at most {longest} rows"
+            name="no strided-view copy", outcome="ok", wanted=wanted, found=f"at most {longest} rows"
         )
 
     def _constant_check(self) -> CheckRecord:
@@ -850,7 +869,7 @@ class Canonical:
             )
         return CheckRecord(
             name="no constant layer",
-            outcome="passed" if self.state.rows.max() >= CONSTANT_ROWS else "not_applicable",
+            outcome="ok" if self.state.rows.max() >= CONSTANT_ROWS else "not_applicable",
             wanted=f"a layer changes within {CONSTANT_ROWS} rows",
             found=f"{int(self.state.rows.max())} rows per layer",
         )
@@ -863,7 +882,7 @@ class Canonical:
         copies = [sorted(numbers) for numbers in groups.values() if len(numbers) > 1]
         wanted = "no two layers with the same routes"
         if not copies:
-            return CheckRecord(name="layers differ", outcome="passed", wanted=wanted, found="as wanted")
+            return CheckRecord(name="layers differ", outcome="ok", wanted=wanted, found="as wanted")
         rows = max(key[1] for key, numbers in groups.items() if len(numbers) > 1)
         found = f"layers {copies[0][:5]} are equal over {rows} rows"
         if rows >= IDENTICAL_ROWS and not self.user.tied_routing:
@@ -871,13 +890,13 @@ class Canonical:
                 f"{self.path}: {found}: one is a copy of the other; if the model really ties its routers, say "
                 "--meta tied_routing=true"
             )
-        return CheckRecord(name="layers differ", outcome="warned", wanted=wanted, found=found)
+        return CheckRecord(name="layers differ", outcome="warn", wanted=wanted, found=found)
 
     def _warmup_check(self) -> CheckRecord:
         rows = self.rows_by_phase["warmup"]
         return CheckRecord(
             name="no warm-up rows",
-            outcome="warned" if rows else "passed",
+            outcome="warn" if rows else "ok",
             wanted=f"fewer than {WARMUP_ROWS} identical rows at the start",
             found=f"{rows} leading rows repeat one token in every layer: marked warmup, never replayed"
             if rows
@@ -891,14 +910,14 @@ class Canonical:
         low, high = self.weight_sums
         found = f"{self.descending_rows} of {self.weight_rows} rows fall; sums {low:.4g}..{high:.4g}"
         agrees = self.descending_rows == self.weight_rows
-        return CheckRecord(name="weights agree", outcome="passed" if agrees else "warned", wanted=wanted, found=found)
+        return CheckRecord(name="weights agree", outcome="ok" if agrees else "warn", wanted=wanted, found=found)
 
     def _top_k_check(self) -> CheckRecord:
         model = self.user.top_k_model or self.parsed.top_k_model
         differs = model is not None and model != self.top_k
         return CheckRecord(
             name="k is the model's",
-            outcome="warned" if differs else "passed" if model is not None else "not_applicable",
+            outcome="warn" if differs else "ok" if model is not None else "not_applicable",
             wanted="as many experts per token as the model's configuration says",
             found=f"{self.top_k} in the dump, {model if model is not None else 'unknown'} in the model"
             + ("; an override of the engine, padding, or a fused shared expert?" if differs else ""),
@@ -910,7 +929,7 @@ class Canonical:
         frozen = everywhere >= FROZEN_ROWS or int(runs[worst]) >= FROZEN_LAYER_ROWS
         return CheckRecord(
             name="no frozen rows",
-            outcome="warned" if frozen else "passed",
+            outcome="warn" if frozen else "ok",
             wanted=f"fewer than {FROZEN_ROWS} identical rows in a row in all layers, {FROZEN_LAYER_ROWS} in one",
             found=f"{everywhere} in every layer, {int(runs[worst])} in layer {self.layer_numbers[worst]}"
             + ("; padding, or a graph replayed without new routes?" if frozen else ""),
@@ -925,7 +944,7 @@ class Canonical:
         gaps, restarts = self.position_gaps, self.position_restarts
         return CheckRecord(
             name="positions continuous",
-            outcome="warned" if gaps or restarts else "passed",
+            outcome="warn" if gaps or restarts else "ok",
             wanted=wanted,
             found=f"{gaps} gaps, {restarts} places where positions go back"
             + ("; several sequences in one request, lost or repeated tokens?" if gaps or restarts else ""),
@@ -938,7 +957,7 @@ class Canonical:
         found = f"at most {share[worst]:.1%} of a layer's selections on {self.top_k} experts"
         return CheckRecord(
             name="no routing collapse",
-            outcome="warned" if share[worst] > COLLAPSE_SHARE else "passed",
+            outcome="warn" if share[worst] > COLLAPSE_SHARE else "ok",
             wanted=f"a layer's {self.top_k} most selected experts carry at most {COLLAPSE_SHARE:.0%} of its selections",
             found=f"{found} (layer {self.layer_numbers[worst]})",
         )
@@ -976,9 +995,7 @@ def _log_choose(total: int, chosen: int) -> float:
 
 
 def _with_ids(block: RowBlock, ids: npt.NDArray[np.int32]) -> RowBlock:
-    return RowBlock(
-        block.step, block.pass_in_step, block.layer, block.request, block.position, block.phase, ids, block.weights
-    )
+    return replace(block, expert_ids=ids)
 
 
 def _checked_u32(path: Path, values: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from pipeline import canonical
 from pipeline.canonical import Canonical
 from pipeline.dumps import sniff
-from pipeline.dumps.blocks import ROWS_PER_BLOCK, DumpFile, MalformedDump
+from pipeline.dumps.blocks import ROWS_PER_BLOCK, Asked, Dump, DumpFile, DumpFolder, MalformedDump
 from replayer.trace import MalformedTrace, read_metadata, trace_parts
 from schemas.files import DataFolder, publish, remove_stale
 from schemas.trace import (
@@ -51,7 +51,7 @@ class Ingested:
 
     @property
     def warnings(self) -> list[str]:
-        found = [f"{check.name}: {check.found}" for check in self.metadata.checks if check.outcome == "warned"]
+        found = [f"{check.name}: {check.found}" for check in self.metadata.checks if check.outcome == "warn"]
         return found if self.is_new else ["already ingested: the same dump is one trace", *found]
 
 
@@ -104,7 +104,16 @@ def metadata_file(dump_path: Path) -> Path | None:
     return None
 
 
-def identity(dump: DumpFile, user: UserMetadata) -> tuple[str, str]:
+def open_dump(path: Path) -> Dump:
+    """The dump at a path: a file, or a folder whose files are one dump.
+
+    Raises:
+        MalformedDump: empty, or neither. OSError: it cannot be opened.
+    """
+    return DumpFolder(path) if path.is_dir() else DumpFile(path)
+
+
+def identity(dump: Dump, user: UserMetadata) -> tuple[str, str]:
     """(SHA-256 of the bytes, of bytes and user-given metadata), hexadecimal."""
     digest = dump.sha256()
     source = digest.hexdigest()
@@ -129,7 +138,7 @@ def ingest(path: Path, data: DataFolder, user: UserMetadata, *, trace_id: str | 
     if trace_id is not None and not TRACE_ID_PATTERN.fullmatch(trace_id):
         raise MalformedDump(f"--trace-id {trace_id!r}: wanted lower-case letters, digits, `.`, `_`, `-`, at most 128")
     remove_stale(data.traces)
-    with DumpFile(path) as dump:
+    with open_dump(path) as dump:
         source_sha256, whole = identity(dump, user)
         given, trace_id = trace_id, trace_id or f"{slug(path.name)}-{whole[:12]}"
         there = _same_dump(data, source_sha256, user)
@@ -173,7 +182,7 @@ def inspect(path: Path, user: UserMetadata, spool_folder: Path) -> TraceMetadata
     Raises:
         As `ingest`.
     """
-    with DumpFile(path) as dump:
+    with open_dump(path) as dump:
         source_sha256, whole = identity(dump, user)
         trace_id = f"{slug(path.name)}-{whole[:12]}"
         metadata = _write(dump, None, (path, source_sha256), user, trace_id, None, spool_folder)
@@ -183,7 +192,7 @@ def inspect(path: Path, user: UserMetadata, spool_folder: Path) -> TraceMetadata
 
 def trace_id_for(path: Path, data: DataFolder, user: UserMetadata) -> str:
     """The id of the dump's trace: the one it has in the folder, else the one it will have."""
-    with DumpFile(path) as dump:
+    with open_dump(path) as dump:
         source_sha256, whole = identity(dump, user)
     there = _same_dump(data, source_sha256, user)
     return there.trace_id if there else f"{slug(path.name)}-{whole[:12]}"
@@ -236,7 +245,7 @@ def _superseded(data: DataFolder, path: Path, whole: str) -> str | None:
 
 
 def _write(
-    dump: DumpFile,
+    dump: Dump,
     target: Path | None,
     source: tuple[Path, str],
     user: UserMetadata,
@@ -244,7 +253,7 @@ def _write(
     supersedes: str | None,
     spool_folder: Path,
 ) -> TraceMetadata:
-    parsed = sniff.parse(dump, top_k_model=user.top_k_model, spool_folder=spool_folder)
+    parsed = sniff.parse(dump, Asked(user, spool_folder))
     if parsed.top_k > MAX_TOP_K:
         raise MalformedDump(
             f"{dump.path}: {parsed.top_k} experts per token, at most {MAX_TOP_K} are supported; are they scores?"

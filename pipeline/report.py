@@ -307,7 +307,7 @@ def _warnings(trace: Row, checks: Sequence[Row], newer: str | None) -> list[str]
     warnings = [
         f"Check {check['name']}: wanted {check['wanted']}; found {check['found']}."
         for check in checks
-        if check["outcome"] == "warned"
+        if check["outcome"] == "warn"
     ]
     if trace["dropped_rows"]:
         warnings.append(f"{amount(trace['dropped_rows'])} rows of the dump did not enter the trace.")
@@ -356,7 +356,7 @@ def _checks_grid(checks: Sequence[Row]) -> Grid | None:
     if not checks:
         return None
     names = ("name", "outcome", "wanted", "found")
-    order = ("warned", "passed", "not_applicable")
+    order = ("warn", "ok", "not_applicable")
     return Grid(
         caption="Checks of the raw dump. A failed check refuses a dump, so none is listed.",
         head=[[Cell(text, is_text=True) for text in ("check", "outcome", "wanted", "found")]],

@@ -9,7 +9,7 @@ import re
 from typing import Annotated, Literal
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from schemas.columns import PASS_KINDS, PHASES
 
@@ -96,9 +96,15 @@ class CheckRecord(_Model):
     """One check a dump went through. A failed check refuses the dump, so only these outcomes are ever stored."""
 
     name: str
-    outcome: Literal["passed", "warned", "not_applicable"]
+    outcome: Literal["ok", "warn", "not_applicable"]
     wanted: str
     found: str
+
+    @field_validator("outcome", mode="before")
+    @classmethod
+    def _words_of_before(cls, value: object) -> object:
+        # Traces written before version 2 of the parser say it in other words.
+        return {"passed": "ok", "warned": "warn"}.get(value, value) if isinstance(value, str) else value
 
 
 class Source(_Model):
@@ -106,7 +112,9 @@ class Source(_Model):
 
     file: str = Field(description="file name, without its folder")
     folder: str = Field(description="absolute folder the dump was read from, where it is looked for to parse it again")
-    format: Literal["npz_experts", "route_csv_v1", "jsonl_tok_layers", "events_csv", "spec_jsonl"]
+    format: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")] = Field(
+        description="the layout's name, as in the list of formats"
+    )
     bytes: NonNegativeInt
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 

@@ -18,7 +18,7 @@ ROWS: dict[str, dict] = {
         "requests": 1, "selections": 40, "accesses": 40, "union_ratio": 1.0, "accepted_tokens": 10, "prefill_rows": 0,
         "decode_rows": 20, "warmup_rows": 0, "unknown_phase_rows": 0, "dropped_rows": 0, "unknowns": "engine",
     },
-    "trace_check": {"trace_id": "tiny", "name": "layers differ", "outcome": "passed", "wanted": "w", "found": "f"},
+    "trace_check": {"trace_id": "tiny", "name": "layers differ", "outcome": "ok", "wanted": "w", "found": "f"},
     "trace_locality": {
         "trace_id": "tiny", "phase": "decode", "layer_id": None, "tokens": 20, "selections": 40, "reuse_selections": 36,
         "w1_reused_selections": 18, "w1_reuse_ratio": 0.5, "w1_shuffled_reused_selections": 9,

@@ -77,7 +77,7 @@ def test_npz_in_fortran_order_is_read(tmp_path):
 
 
 def test_large_npz_goes_through_an_unnamed_file_and_leaves_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.dumps.npz.IN_MEMORY_BYTES", 64)
+    monkeypatch.setattr("pipeline.dumps.arrays.IN_MEMORY_BYTES", 64)
     monkeypatch.setattr("pipeline.dumps.npz.ROWS_PER_BLOCK", 7)
     routes = random_routes(40, 3, 16, 4)
     one = ingested(tmp_path, "a.npz", npz_dump(routes))

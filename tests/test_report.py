@@ -132,7 +132,7 @@ def full_tables() -> dict[str, pl.DataFrame]:
             trace_row(trace_id="other", domain="math", supersedes="other-old"),
             trace_row(trace_id="other-old"),
         ],
-        trace_check=[check_row("layers differ", "passed", "as wanted"), check_row("weights", "warned", "no weights")],
+        trace_check=[check_row("layers differ", "ok", "as wanted"), check_row("weights", "warn", "no weights")],
         hit_rate=rates,
         miss_ratio_curve=curves,
         trace_locality=[locality_row(layer, reused=90, shuffled=60) for layer in (3, 5, None)],
@@ -257,7 +257,7 @@ def test_text_of_a_dump_stays_text():
     filled["trace"] = TABLES["trace"].frame(
         [trace_row(**dict.fromkeys(texts, HOSTILE)), trace_row(trace_id=HOSTILE, supersedes=TRACE_ID, model=None)]
     )
-    filled["trace_check"] = TABLES["trace_check"].frame([check_row(HOSTILE, "warned", HOSTILE)])
+    filled["trace_check"] = TABLES["trace_check"].frame([check_row(HOSTILE, "warn", HOSTILE)])
     filled["domain_overlap"] = TABLES["domain_overlap"].frame([overlap_row(HOSTILE, TRACE_ID, 10)])
     for name in ("hit_rate", "miss_ratio_curve", "lookahead_recall"):
         filled[name] = filled[name].with_columns(fit=pl.when(pl.col("fit").is_not_null()).then(pl.lit(HOSTILE)))

@@ -1,4 +1,5 @@
-"""What a parser hands over (`ParsedDump` of `RowBlock`s), and the file it reads from (`DumpFile`).
+"""What a parser is asked (`Layout`, `Sample`, `Asked`), what it hands over (`ParsedDump` of `RowBlock`s), and the files
+it reads from (`DumpFile`, `DumpFolder`).
 
 Dumps are untrusted: nothing is unpickled, a line or a block is bounded, and a file that changes while it is read is
 refused. Letters: R rows of a block, K experts per row.
@@ -10,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,11 +21,14 @@ from typing import BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from schemas.trace import EngineObservation
+from schemas.trace import CheckRecord, EngineObservation, IdSpace, UserMetadata, WeightKind
 
 HEAD_BYTES = 64 * 1024
 MAX_LINE_BYTES = 16 * 1024 * 1024
+MAX_MEMBERS = 4096
+"""Most files of one dump."""
 ROWS_PER_BLOCK = 128 * 1024
 """Rows a parser aims at per block; a step that is larger stays whole."""
 
@@ -42,7 +47,8 @@ class RowBlock:
 
     step (R,) counts the dump's steps densely from 0; pass_in_step (R,) the passes of a step; layer (R,) as the dump
     numbers it; request (R,); position (R,) or null; phase (R,) codes of PHASES; expert_ids (R, K) int32, not yet
-    checked; weights (R, K) float32 or null, NaN where unknown.
+    checked; weights (R, K) float32 or null, NaN where unknown. pass_kind (R,) codes of PASS_KINDS where the dump says
+    them; predicted (R,) lists of uint16, null where no plan covered the row.
     """
 
     step: npt.NDArray[np.int64]
@@ -53,6 +59,8 @@ class RowBlock:
     phase: npt.NDArray[np.int8]
     expert_ids: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32] | None = None
+    pass_kind: npt.NDArray[np.int8] | None = None
+    predicted: pa.ListArray | None = None
 
     @property
     def rows(self) -> int:
@@ -63,8 +71,11 @@ class RowBlock:
 class ParsedDump:
     """What a dump says of itself, and its rows.
 
-    `blocks` can be walked once. `dropped_rows` and `observations` are complete only afterwards. `layers_are_ordinals`
-    means the dump lists layers without their numbers. `speculative` asks for the typing of passes by record width.
+    `blocks` can be walked once. `dropped_rows`, `missing_positions`, `checks` and `observations` are complete only
+    afterwards. `layers_are_ordinals` means the dump lists layers without their numbers. `speculative` asks for the
+    typing of passes by record width. `rank_known` is false where the layout loses router order, null where the ids
+    tell. `dropped_rows` counts, by reason, rows of the dump that are not in the trace; `missing_positions` token
+    positions that the dump itself says were not captured. `checks` are the parser's own, of what only it can see.
     """
 
     format: str
@@ -73,6 +84,7 @@ class ParsedDump:
     model: str | None = None
     engine: str | None = None
     capture_method: str | None = None
+    domain: str | None = None
     hidden_layers: int | None = None
     num_experts: int | None = None
     largest_storable_id: int | None = None
@@ -82,8 +94,65 @@ class ParsedDump:
     pass_boundaries: str = "recorded"
     speculative: bool = False
     top_k_is_inferred: bool = False
+    id_space: IdSpace | None = None
+    weight_kind: WeightKind | None = None
+    rank_known: bool | None = None
     dropped_rows: dict[str, int] = field(default_factory=dict)
+    missing_positions: dict[str, int] = field(default_factory=dict)
+    checks: list[CheckRecord] = field(default_factory=list)
     observations: list[EngineObservation] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a parser gets beside the dump: what the user says of it, and where large arrays may be spooled."""
+
+    user: UserMetadata
+    spool_folder: Path
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a file shows at first sight, for the layouts to recognise theirs by content.
+
+    head: its first 64 KiB, unpacked. line: its first line that is not blank. value: that line as JSON, null where it is
+    none. header: the first line that is not blank and no `#` comment. columns: that line's names, split at commas.
+    members: names in a zip (npz and torch files are such), else empty.
+    """
+
+    head: bytes
+    line: str
+    value: object | None
+    header: str
+    columns: frozenset[str]
+    members: tuple[str, ...] = ()
+
+    def field(self, name: str) -> object | None:
+        """A field of the first line's object; null where there is none."""
+        return self.value.get(name) if isinstance(self.value, dict) else None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of raw dumps: how its content is recognised, and the parser of a file, of a folder of files, or both.
+
+    name: as in a trace's metadata. description: a few words for the list of known layouts. Parsers raise RefusedDump
+    where the content can be no trace, MalformedDump where it is broken.
+    """
+
+    name: str
+    description: str
+    claims: "Callable[[Sample], bool]"
+    parse: "Callable[[DumpFile, Asked], ParsedDump] | None" = None
+    parse_folder: "Callable[[DumpFolder, Asked], ParsedDump] | None" = None
+
+
+@dataclass(frozen=True)
+class NoTrace:
+    """A kind of file that looks like a dump and can be none: how it is recognised, and why it is refused."""
+
+    claims: "Callable[[Sample], bool]"
+    reason: str
 
 
 class DumpFile:
@@ -107,7 +176,7 @@ class DumpFile:
             if self._stat.st_size == 0:
                 raise MalformedDump(f"{path}: the file is empty; was the recorder stopped before it wrote anything?")
             head = self._file.read(2)
-            self.is_gzip = head == b"\x1f\x8b"
+            self.is_packed = head == b"\x1f\x8b"
         except BaseException:
             self._file.close()
             raise
@@ -133,7 +202,7 @@ class DumpFile:
 
         All streams share one file position: a new one ends the one before.
         """
-        inner = gzip.GzipFile(fileobj=self.raw) if self.is_gzip else self.raw
+        inner = gzip.GzipFile(fileobj=self.raw) if self.is_packed else self.raw
         reader: io.BufferedReader = io.BufferedReader(_Source(inner, self.path), 1024 * 1024)
         if reader.peek(3).startswith(codecs.BOM_UTF8):
             reader.read(3)
@@ -159,6 +228,65 @@ class DumpFile:
                 f"{self.path}: changed while it was read ({self._stat.st_size} → {now.st_size} bytes); "
                 "wait until the recorder has closed it, then ingest again"
             )
+
+
+class DumpFolder:
+    """A dump of several files: one a layer, a rank, or a turn.
+
+    Raises:
+        MalformedDump: no file, or more than MAX_MEMBERS. OSError: it cannot be listed.
+    """
+
+    def __init__(self, path: Path, files: list[Path] | None = None) -> None:
+        self.path = path
+        listed = files if files is not None else [file for file in path.iterdir() if not file.name.startswith(".")]
+        self.files = sorted((file for file in listed if file.suffix != ".toml"), key=lambda file: _natural(file.name))
+        if not 0 < len(self.files) <= MAX_MEMBERS:
+            raise MalformedDump(
+                f"{path}: {len(self.files)} files, wanted 1 to {MAX_MEMBERS}, all of one dump (one a layer, "
+                "rank or turn)"
+            )
+        self._states = [self._state(file) for file in self.files]
+
+    def __enter__(self) -> "DumpFolder":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    @staticmethod
+    def _state(file: Path) -> tuple[int, int, int]:
+        found = file.stat()
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    @property
+    def size_bytes(self) -> int:
+        """Stored bytes of all files."""
+        return sum(size for _, size, _ in self._states)
+
+    def sha256(self) -> "hashlib._Hash":
+        """SHA-256 over the names and the SHA-256 of each file, in order."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            with DumpFile(file) as member:
+                digest.update(file.name.encode("utf-8", "surrogateescape") + b"\0" + member.sha256().digest())
+        return digest
+
+    def check_unchanged(self) -> None:
+        """Raises MalformedDump if a file was written to since the folder was opened."""
+        for file, state in zip(self.files, self._states, strict=True):
+            if self._state(file) != state:
+                raise MalformedDump(
+                    f"{file}: changed while it was read; wait until the recorder has closed it, then ingest again"
+                )
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    # rank2 before rank10.
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]{1,18})", name)]
+
+
+Dump = DumpFile | DumpFolder
 
 
 class _Source(io.RawIOBase):

@@ -10,13 +10,22 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipeline.dumps.blocks import ROWS_PER_BLOCK, DumpFile, MalformedDump, ParsedDump, RowBlock, read_line
+from pipeline.dumps.blocks import (
+    ROWS_PER_BLOCK,
+    Asked,
+    DumpFile,
+    Layout,
+    MalformedDump,
+    ParsedDump,
+    RowBlock,
+    read_line,
+)
 from schemas.trace import PHASE_CODES, EngineObservation
 
 COLUMNS = ("event_index", "scheduler_step", "layer", "requested_experts", "misses", "hits")
 
 
-def parse(dump: DumpFile) -> ParsedDump:
+def parse(dump: DumpFile, asked: Asked) -> ParsedDump:
     """Reads the header and the first event at once, events as they are asked for.
 
     Raises:
@@ -36,6 +45,16 @@ def parse(dump: DumpFile) -> ParsedDump:
     parsed = ParsedDump(format="events_csv", blocks=iter(()), top_k=top_k, pass_boundaries="recorded")
     parsed.blocks = _blocks(dump, header, parsed)
     return parsed
+
+
+LAYOUTS = (
+    Layout(
+        "events_csv",
+        "conformance events CSV",
+        lambda sample: sample.columns >= {"scheduler_step", "layer", "requested_experts"},
+        parse,
+    ),
+)
 
 
 def _lines(dump: DumpFile) -> Iterator[tuple[int, bytes]]:

@@ -16,10 +16,13 @@ import pyarrow.json as pajson
 from pipeline.dumps.blocks import (
     MAX_LINE_BYTES,
     ROWS_PER_BLOCK,
+    Asked,
     DumpFile,
+    Layout,
     MalformedDump,
     ParsedDump,
     RowBlock,
+    Sample,
     first_bad_line,
     is_integer,
     json_fault,
@@ -29,11 +32,13 @@ from schemas.trace import PHASE_CODES
 
 LAYER_KEYS = ("layer", "layer_id")
 EXPERT_KEYS = ("experts", "expert_ids", "indices", "ids", "topk_ids")
+COUNT_KEYS = {"routed", "counts", "expert_counts", "logical_count", "expert_activation", "heatmap", "selections"}
+"""Fields of records that hold counts, whatever else stands beside them."""
 BLOCK_BYTES = 4 * 1024 * 1024
 ITERATION_KEYS = ("iteration", "iter", "step")
 
 
-def parse_tokens(dump: DumpFile) -> ParsedDump:
+def parse_tokens(dump: DumpFile, asked: Asked) -> ParsedDump:
     """`{"tok": n, "layers": [[ids], …]}`, one line per token.
 
     Raises:
@@ -99,7 +104,7 @@ def _token_blocks(dump: DumpFile, shape: tuple[int, int]) -> Iterator[RowBlock]:
         step += tokens
 
 
-def parse_passes(dump: DumpFile, top_k_model: int | None) -> ParsedDump:
+def parse_passes(dump: DumpFile, asked: Asked) -> ParsedDump:
     """`{iteration, layer, experts}`, one line per router pass of one layer, `experts` k or 2k wide.
 
     k is `top_k_model` where the user gives it, else the narrowest record of the first 8 MiB.
@@ -115,6 +120,7 @@ def parse_passes(dump: DumpFile, top_k_model: int | None) -> ParsedDump:
             f"{dump.path}, line 1: no {' / '.join(ITERATION_KEYS)}; without the engine iteration an accepted "
             "speculation cannot be told from a rejected one: record it with every pass"
         )
+    top_k_model = asked.user.top_k_model
     top_k = top_k_model or _narrowest(dump, expert_key)
     return ParsedDump(
         format="spec_jsonl",
@@ -123,6 +129,25 @@ def parse_passes(dump: DumpFile, top_k_model: int | None) -> ParsedDump:
         speculative=True,
         top_k_is_inferred=top_k_model is None,
     )
+
+
+def _is_passes(sample: Sample) -> bool:
+    if not isinstance(sample.value, dict) or COUNT_KEYS & set(sample.value):
+        return False
+    return bool(set(LAYER_KEYS) & set(sample.value)) and any(
+        isinstance(sample.value.get(key), list) for key in EXPERT_KEYS
+    )
+
+
+LAYOUTS = (
+    Layout(
+        "jsonl_tok_layers",
+        "JSONL {tok, layers}",
+        lambda sample: isinstance(sample.field("layers"), list) and "tok" in (sample.value or ()),  # type: ignore[operator]
+        parse_tokens,
+    ),
+    Layout("spec_jsonl", "JSONL {iteration, layer, experts}", _is_passes, parse_passes),
+)
 
 
 def _key(record: dict[str, Any], allowed: tuple[str, ...]) -> str:

@@ -17,7 +17,9 @@ import pyarrow.csv as pacsv
 
 from pipeline.dumps.blocks import (
     ROWS_PER_BLOCK,
+    Asked,
     DumpFile,
+    Layout,
     MalformedDump,
     ParsedDump,
     RowBlock,
@@ -46,7 +48,7 @@ class _Preamble:
     lines: int
 
 
-def parse(dump: DumpFile) -> ParsedDump:
+def parse(dump: DumpFile, asked: Asked) -> ParsedDump:
     """Reads the preamble at once, rows as they are asked for.
 
     Raises:
@@ -67,6 +69,16 @@ def parse(dump: DumpFile) -> ParsedDump:
     )
     parsed.blocks = _blocks(dump, preamble, parsed)
     return parsed
+
+
+LAYOUTS = (
+    Layout(
+        "route_csv_v1",
+        "route CSV v1",
+        lambda sample: sample.head.startswith(b"# route_trace") or sample.columns >= {"layer", "slot", "expert"},
+        parse,
+    ),
+)
 
 
 def _model_name(value: str | None) -> str | None:

@@ -1,51 +1,153 @@
-"""Which parser a file is for, decided by its content; and the refusal of what can be no trace.
+"""Which layout a file is of, decided by its content; and the refusal of what can be no trace.
 
 Names and suffixes are never looked at: published files lie about what they hold.
 """
 
 import json
-from pathlib import Path
+import zipfile
 
 from pipeline.dumps import events_csv, jsonl, npz, route_csv
-from pipeline.dumps.blocks import MAX_LINE_BYTES, DumpFile, MalformedDump, ParsedDump, RefusedDump
-
-KNOWN = (
-    "npz with experts [layers, tokens, k]; route CSV v1; JSONL {tok, layers}; "
-    "JSONL {iteration, layer, experts}; conformance events CSV; each also gzipped, npz aside"
+from pipeline.dumps.arrays import DAMAGE
+from pipeline.dumps.blocks import (
+    MAX_LINE_BYTES,
+    Asked,
+    Dump,
+    DumpFile,
+    DumpFolder,
+    Layout,
+    MalformedDump,
+    NoTrace,
+    ParsedDump,
+    RefusedDump,
+    Sample,
 )
-_COUNT_KEYS = {"routed", "counts", "expert_counts", "logical_count", "expert_activation", "heatmap", "selections"}
+
+LAYOUTS: tuple[Layout, ...] = (
+    *npz.LAYOUTS,
+    *route_csv.LAYOUTS,
+    *events_csv.LAYOUTS,
+    *jsonl.LAYOUTS,
+)
+"""In the order in which they are asked; the first that claims a file gets it."""
+
+_NO_ORDER = (
+    "not the routes of tokens; a count has no order, so no cache can be replayed on it: record the ids of every token"
+)
+
+NO_TRACES: tuple[NoTrace, ...] = (
+    NoTrace(
+        lambda sample: (
+            {"layer_id", "expert_id", "count"} <= sample.columns or {"layer", "expert", "hits"} <= sample.columns
+        ),
+        f"counts per layer and expert (a CSV with a column of counts), {_NO_ORDER}",
+    ),
+    NoTrace(
+        lambda sample: b"ffn_moe_" in sample.head and b"..." in sample.head,
+        "printed tensors whose axes are shortened to `...`, so ids are lost; write ffn_moe_topk with its strides "
+        "instead",
+    ),
+    *(
+        NoTrace(
+            lambda sample, key=key: isinstance(sample.value, dict) and key in sample.value,  # type: ignore[misc]
+            f"counts per layer and expert (field {key!r}), {_NO_ORDER}",
+        )
+        for key in sorted(jsonl.COUNT_KEYS)
+    ),
+)
+"""What looks like a dump and can be no trace, asked after the layouts."""
 
 
-def parse(dump: DumpFile, *, top_k_model: int | None, spool_folder: Path) -> ParsedDump:
+def parse(dump: Dump, asked: Asked) -> ParsedDump:
     """The parsed dump, its rows not yet read.
 
     Raises:
         RefusedDump: the content cannot be a trace or is of no known layout. MalformedDump: known, but broken.
     """
+    if isinstance(dump, DumpFolder):
+        return _parse_folder(dump, asked)
+    sample = look(dump)
+    for layout in LAYOUTS:
+        if layout.claims(sample):
+            if layout.parse is None:
+                raise RefusedDump(
+                    f"{dump.path}: one file of a dump of several ({layout.description}); put all of them into one "
+                    "folder and ingest the folder"
+                )
+            return layout.parse(dump, asked)
+    for kind in NO_TRACES:
+        if kind.claims(sample):
+            raise RefusedDump(f"{dump.path}: {kind.reason}")
+    raise _unknown(dump, sample)
+
+
+def known() -> str:
+    """The layouts that are read, for a person."""
+    return "; ".join(dict.fromkeys(layout.description for layout in LAYOUTS))
+
+
+def _parse_folder(folder: DumpFolder, asked: Asked) -> ParsedDump:
+    """The layout of the first file that any layout claims; files that are none of it are the parser's to judge."""
+    for file in folder.files:
+        with DumpFile(file) as dump:
+            sample = look(dump)
+        for layout in LAYOUTS:
+            if layout.claims(sample):
+                if layout.parse_folder is None:
+                    raise RefusedDump(
+                        f"{folder.path}: {file.name} is a whole dump of its own ({layout.description}); ingest each "
+                        "file by itself"
+                    )
+                return layout.parse_folder(folder, asked)
+        for kind in NO_TRACES:
+            if kind.claims(sample):
+                raise RefusedDump(f"{file}: {kind.reason}")
+    raise RefusedDump(f"{folder.path}: none of its {len(folder.files)} files is of a known layout. Known: {known()}")
+
+
+def look(dump: DumpFile) -> Sample:
+    """What the file shows at first sight.
+
+    Raises:
+        RefusedDump: a kind of file that is refused before anything in it is looked at. MalformedDump: it is damaged.
+    """
     head = dump.head()
     _refuse_binary(dump, head)
-    if head.startswith(b"PK"):
-        return npz.parse(dump, spool_folder)
-    line = _first_line(dump, head)
+    line, header = _first_line(dump, head), _header_line(head)
+    value: object | None = None
     if line.startswith(("{", "[")):
-        return _parse_json(dump, line, head, top_k_model)
-    header = _header_line(head)
-    columns = {name.strip() for name in header.split(",")}
-    if head.startswith(b"# route_trace") or columns >= {"layer", "slot", "expert"}:
-        return route_csv.parse(dump)
-    if columns >= {"scheduler_step", "layer", "requested_experts"}:
-        return events_csv.parse(dump)
-    if {"layer_id", "expert_id", "count"} <= columns or {"layer", "expert", "hits"} <= columns:
-        raise RefusedDump(
-            f"{dump.path}: counts per layer and expert ({header[:120]!r}), not the routes of tokens; a count has no "
-            "order, so no cache can be replayed on it: record the ids of every token"
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+    members: tuple[str, ...] = ()
+    if head.startswith(b"PK"):
+        try:
+            with zipfile.ZipFile(dump.raw) as archive:
+                members = tuple(archive.namelist())
+        except DAMAGE as error:
+            raise MalformedDump(f"{dump.path}: a truncated or damaged npz ({error}); copy the dump again") from None
+    return Sample(head, line, value, header, frozenset(name.strip() for name in header.split(",")), members)
+
+
+def _unknown(dump: DumpFile, sample: Sample) -> RefusedDump | MalformedDump:
+    if sample.members:
+        return npz.unknown(dump, sample.members)
+    if not sample.line.startswith(("{", "[")):
+        return RefusedDump(f"{dump.path}: no known layout; its first line is {sample.line[:120]!r}. Known: {known()}")
+    if sample.value is None:
+        if sample.line in ("{", "["):
+            return RefusedDump(f"{dump.path}: one JSON document over many lines, wanted one object per line")
+        if b"\n" not in sample.head and len(sample.head) < dump.size_bytes and not dump.is_packed:
+            return RefusedDump(f"{dump.path}: one JSON document of {dump.size_bytes} bytes on a line; {known()}")
+        return MalformedDump(
+            f"{dump.path}, line 1: no complete JSON object ({sample.line[:80]!r}…): is the dump truncated?"
         )
-    if b"ffn_moe_" in head and b"..." in head:
-        raise RefusedDump(
-            f"{dump.path}: printed tensors whose axes are shortened to `...`, so ids are lost; "
-            "write ffn_moe_topk with its strides instead"
+    if not isinstance(sample.value, dict):
+        return RefusedDump(
+            f"{dump.path}: a JSON {type(sample.value).__name__} per line, wanted objects. Known: {known()}"
         )
-    raise RefusedDump(f"{dump.path}: no known layout; its first line is {line[:120]!r}. Known: {KNOWN}")
+    fields = ", ".join(sorted(map(str, sample.value))[:8])
+    return RefusedDump(f"{dump.path}: JSONL of no known layout, fields {fields[:200]}. Known: {known()}")
 
 
 def _refuse_binary(dump: DumpFile, head: bytes) -> None:
@@ -64,35 +166,8 @@ def _refuse_binary(dump: DumpFile, head: bytes) -> None:
         raise RefusedDump(f"{dump.path}: Parquet; a canonical trace needs no ingest, raw dumps are text or npz")
     if head.startswith(b"PK") and b"data.pkl" in head[:4096]:
         raise RefusedDump(f"{dump.path}: a torch file, which is a pickle inside; save npz or JSONL")
-    if head.startswith(b"PK") and dump.is_gzip:
+    if head.startswith(b"PK") and dump.is_packed:
         raise RefusedDump(f"{dump.path}: an npz inside gzip; unpack the outer layer (gunzip) and ingest the npz")
-
-
-def _parse_json(dump: DumpFile, line: str, head: bytes, top_k_model: int | None) -> ParsedDump:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        if line in ("{", "["):
-            raise RefusedDump(f"{dump.path}: one JSON document over many lines, wanted one object per line") from None
-        if b"\n" not in head and len(head) < dump.size_bytes and not dump.is_gzip:
-            raise RefusedDump(f"{dump.path}: one JSON document of {dump.size_bytes} bytes on a line; {KNOWN}") from None
-        raise MalformedDump(
-            f"{dump.path}, line 1: no complete JSON object ({line[:80]!r}…): is the dump truncated?"
-        ) from None
-    if not isinstance(value, dict):
-        raise RefusedDump(f"{dump.path}: a JSON {type(value).__name__} per line, wanted objects. Known: {KNOWN}")
-    keys = set(value)
-    if isinstance(value.get("layers"), list) and "tok" in keys:
-        return jsonl.parse_tokens(dump)
-    if keys & _COUNT_KEYS:
-        raise RefusedDump(
-            f"{dump.path}: counts per layer and expert (field {sorted(keys & _COUNT_KEYS)[0]!r}), not the routes of "
-            "tokens; a count has no order, so no cache can be replayed on it: record the ids of every token"
-        )
-    if keys & set(jsonl.LAYER_KEYS) and any(isinstance(value.get(key), list) for key in jsonl.EXPERT_KEYS):
-        return jsonl.parse_passes(dump, top_k_model)
-    fields = ", ".join(sorted(map(str, keys))[:8])
-    raise RefusedDump(f"{dump.path}: JSONL of no known layout, fields {fields[:200]}. Known: {KNOWN}")
 
 
 def _first_line(dump: DumpFile, head: bytes) -> str:
