@@ -853,9 +853,7 @@ class Canonical:
                 f"{num_experts} experts (a run of {window} is looked for, {expected:.2g} expected by chance): the flat "
                 "copy of a strided top-k view, not routes; copy the view with its row stride when recording"
             )
-        return CheckRecord(
-            name="no strided-view copy", outcome="ok", wanted=wanted, found=f"at most {longest} rows"
-        )
+        return CheckRecord(name="no strided-view copy", outcome="ok", wanted=wanted, found=f"at most {longest} rows")
 
     def _constant_check(self) -> CheckRecord:
         constant = (self.state.changes == 0) & (self.state.rows >= CONSTANT_ROWS)

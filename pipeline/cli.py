@@ -271,13 +271,14 @@ def _described(metadata: TraceMetadata) -> list[str]:
 def _run(arguments: argparse.Namespace) -> int:
     data = _folder(arguments)
     there = data.trace_ids()
-    if not there:
+    # The results of a lab that another machine made, or of replays whose trace has gone, are something to show too.
+    if not there and not any(data.results.glob("*/*/*.parquet")):
         raise UnknownTrace(f"no trace in {data.traces}; make one with: expert-tier ingest DUMP")
     stale = [one.trace_id for one in stale_traces(data)]
     wanted = stale if arguments.trace is None else list(dict.fromkeys(arguments.trace))
     missing = [trace_id for trace_id in wanted if trace_id not in there]
     if missing:
-        raise WrongCall(f"no trace {missing[0]!r} in {data.traces}; known: {', '.join(there[:5])}")
+        raise WrongCall(f"no trace {missing[0]!r} in {data.traces}; known: {', '.join(there[:5]) or 'none'}")
     document = _materialize(data, wanted)
     if arguments.json:
         print(json.dumps(document))

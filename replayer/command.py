@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 the work failed (bad data, interrupted), 2 the call was wr
 """
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -48,8 +49,32 @@ def run(
     except worded as error:
         if "--debug" in arguments:
             raise
-        print(f"{prog}: {'; '.join(' '.join(line.split()) for line in str(error).splitlines())}", file=sys.stderr)
+        said = _sentence(error)
+        print(f"{prog}: {'; '.join(' '.join(line.split()) for line in said.splitlines())}", file=sys.stderr)
         return 2 if isinstance(error, wrong_call) else 1
+
+
+_HINTS = {
+    errno.ENOENT: "check the path",
+    errno.EACCES: "give this user the right, or choose another place",
+    errno.EPERM: "it needs a right that this user lacks",
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "a part of the path is a file; choose another",
+    errno.ENOSPC: "free some room, or choose another place",
+    errno.EROFS: "choose another place",
+    errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
+    errno.ENFILE: "close other programs, or raise fs.file-max",
+}
+
+
+def _sentence(error: Exception) -> str:
+    """What an error says; one that the system raised as place, fault and what to do."""
+    # A text of our own has no number, or stands where the system's would.
+    if not isinstance(error, OSError) or error.errno is None or error.strerror != os.strerror(error.errno):
+        return str(error)
+    place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+    hint = _HINTS.get(error.errno)
+    return f"{place}{error.strerror}{f'; {hint}' if hint else ''}"
 
 
 def byte_size(text: str) -> int:

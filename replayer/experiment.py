@@ -342,7 +342,9 @@ def worded_faults(error: ValidationError, where: str, model: type[BaseModel]) ->
         elif fault["type"] == "missing":
             lines.append(f"{where}: key {key} is missing")
         else:
-            wanted = fault["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+            wanted = fault["msg"]
+            for words in ("Input should be ", "a valid ", "String should have ", "String should "):
+                wanted = wanted.removeprefix(words)
             lines.append(f"{where}: key {key}: wanted {wanted}, found {fault['input']!r:.60}")
     return "\n".join(dict.fromkeys(lines))
 

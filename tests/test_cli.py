@@ -141,7 +141,11 @@ ERRORS = [
     (["simulate", "{trace}", "--capacity-experts", "3", "--warm-fraction", "1"], 2, "from 0 to below 1"),
     (["simulate", "{trace}", "--capacity-experts", "3", "--policy", "static", "--fit", "first:2"], 2, "first:F"),
     (["simulate", "{trace}", "--capacity-experts", "3", "--policy", "static", "--fit", "no.parquet"], 1, "no.parquet"),
-    (["simulate", "missing.parquet", "--capacity-experts", "3"], 1, "missing.parquet"),
+    (
+        ["simulate", "missing.parquet", "--capacity-experts", "3"],
+        1,
+        "missing.parquet: No such file or directory; check",
+    ),
     (["simulate", "{dump}", "--capacity-experts", "3"], 1, "not a readable Parquet file"),
     ([], 2, "COMMAND"),
     (["dance"], 2, "dance"),
@@ -161,7 +165,7 @@ def test_a_wrong_call_of_the_replayer_is_one_line_and_its_exit_code(capsys, tmp_
 @pytest.mark.parametrize(
     ("arguments", "status", "named"),
     [
-        (["ingest", "missing.npz"], 1, "missing.npz"),
+        (["ingest", "missing.npz"], 1, "missing.npz: No such file or directory; check the path"),
         (["ingest", "{dump}", "{dump}", "--trace-id", "x"], 2, "pass one dump"),
         (["ingest", "{dump}", "--meta", "colour=red"], 2, "colour: no such key"),
         (["run"], 1, "expert-tier ingest DUMP"),
@@ -241,6 +245,15 @@ def test_run_takes_what_is_stale_and_says_what_is_not(capsys, tmp_path, dump):
     status, out, err = expert_tier(capsys, "run", "--data", data, "--trace", "nobody")
     assert (status, out) == (2, "")
     assert "no trace 'nobody'" in err
+
+
+def test_results_without_a_trace_are_shown_too(capsys, tmp_path):
+    data = ("--data", tmp_path / "d")
+    assert expert_tier(capsys, "unbundle", *data)[0] == 0
+    status, out, err = expert_tier(capsys, "run", *data, "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["tables"]["lab_run"] > 0
+    assert expert_tier(capsys, "run", "--trace", "nobody", *data)[0] == 2
 
 
 def test_a_wide_result_is_printed_row_by_row_and_a_narrow_one_as_a_table(capsys, session):
