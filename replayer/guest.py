@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from replayer.lab_setup import QEMU
+from replayer.lab_setup import QEMU, find_program
 from replayer.quantities import format_bytes
 
 PLACE = "/run/expert-tier"
@@ -79,6 +79,14 @@ class Shape:
     accelerator: str = "tcg"
 
 
+@dataclass(frozen=True)
+class Disk:
+    """An image of a file system, mounted read-only below `PLACE`."""
+
+    image: Path
+    filesystem: str = "ext4"
+
+
 @dataclass
 class Outcome:
     """What came of a guest that ended well: how often it was started, and the lines it said, without the mark."""
@@ -116,35 +124,84 @@ def qemu_version() -> str:
     return done.stdout.splitlines()[0].removeprefix("QEMU emulator version ")
 
 
-def make_disk(folder: Path, image: Path, *, label: str = "pool") -> None:
-    """Writes an ext4 file system with the files of `folder` (not below subfolders only: all of it) into `image`.
+def make_disk(folder: Path, image: Path, filesystem: str = "ext4") -> Disk:
+    """Writes a file system with all files of `folder` into `image`, without mounting anything.
 
-    No journal and no reserve: it is only ever mounted read-only. The image is made without mounting anything.
+    ext4 gets no journal and no reserve: it is only ever mounted read-only. xfs has large folios in its page cache since
+    Linux 5.18, which ext4 has not before 6.16.
 
     Raises:
-        OSError: mke2fs is missing or fails.
+        OSError: the program that makes it is missing or fails.
     """
-    program = shutil.which("mke2fs", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
+    maker, package = _MAKERS[filesystem]
+    program = find_program(maker)
     if program is None:
-        raise FileNotFoundError("no mke2fs here, which makes a guest's disk; install it: apt-get install e2fsprogs")
-    files = [path for path in folder.rglob("*") if path.is_file()]
+        raise FileNotFoundError(f"no {maker} here, which makes a guest's disk; install it: apt-get install {package}")
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
     size = sum(path.stat().st_size for path in files)
-    # Inode tables, bitmaps and group descriptors: below 2 % with these options, and 16 MiB for a small one.
+    # Inode tables, bitmaps and group descriptors: below 2 % with these options, and 16 MiB for a small one. mkfs.xfs
+    # makes none below 300 MiB, and a log of 64 MiB.
     room = size + size // 50 + (len(files) * 8192) + (16 << 20)
+    if filesystem == "xfs":
+        room = max(room + (80 << 20), 320 << 20)
+    room = -(-room // (1 << 20)) * (1 << 20)
     image.unlink(missing_ok=True)
     with image.open("wb") as opened:
-        opened.truncate(-(-room // (1 << 20)) * (1 << 20))
-    done = subprocess.run(  # noqa: S603 - our own words
-        [program, "-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-L", label, "-N", str(len(files) + 64),
-         "-O", "^has_journal", "-E", "lazy_itable_init=0,root_owner=0:0", "-d", str(folder), str(image)],
-        capture_output=True, text=True, timeout=3600, check=False,
-    )  # fmt: skip
-    if done.returncode:
+        opened.truncate(room)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".layout-", dir=image.parent) as work:
+            if filesystem == "xfs":
+                layout = Path(work) / "layout"
+                layout.write_text(_xfs_layout(folder))
+                words = ["-q", "-f", "-p", str(layout), "-d", f"file=1,name={image},size={room}"]
+            else:
+                words = [
+                    "-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-N", str(len(files) + 64), "-O", "^has_journal",
+                    "-E", "lazy_itable_init=0,root_owner=0:0", "-d", str(folder), str(image),
+                ]  # fmt: skip
+            done = subprocess.run(  # noqa: S603 - our own words
+                [program, *words], capture_output=True, text=True, timeout=3600, check=False
+            )
+        if done.returncode:
+            raise OSError(
+                f"{image}: {maker} of {folder} failed: {done.stderr.strip().splitlines()[-1:]}; see disk space"
+            )
+    except BaseException:
         image.unlink(missing_ok=True)
-        raise OSError(f"{image}: mke2fs of {folder} failed: {done.stderr.strip().splitlines()[-1:]}; see disk space")
+        raise
+    return Disk(image, filesystem)
 
 
-def initramfs(kernel: Kernel, disks: int) -> bytes:
+_MAKERS = {"ext4": ("mke2fs", "e2fsprogs"), "xfs": ("mkfs.xfs", "xfsprogs")}
+_MOUNT_OPTIONS = {"ext4": "ro,noload", "xfs": "ro,norecovery"}
+_ONLY_FOR = {"xfs": "xfs"}
+"""Modules that are loaded only for disks of a file system."""
+
+
+def _xfs_layout(folder: Path) -> str:
+    """The prototype file of mkfs.xfs(8): names, modes, and where each file's content comes from.
+
+    Raises:
+        OSError: a name that the format cannot hold.
+    """
+    lines = ["/dev/null", "0 0", "d--755 0 0"]
+
+    def add(place: Path) -> None:
+        for path in sorted(place.iterdir()):
+            if re.search(r"\s", str(path)):
+                raise OSError(f"{path}: white space in a name, which mkfs.xfs cannot take; move the pool, or use ext4")
+            if path.is_dir():
+                lines.append(f"{path.name} d--755 0 0")
+                add(path)
+            else:
+                lines.append(f"{path.name} ---644 0 0 {path.resolve()}")
+        lines.append("$")
+
+    add(folder)
+    return "\n".join([*lines, ""])
+
+
+def initramfs(kernel: Kernel, disks: Sequence[Disk]) -> bytes:
     """The first file system of a guest: loads modules, mounts root, disks and share, and starts the share's script."""
     archive = io.BytesIO()
     number = 0
@@ -162,14 +219,16 @@ def initramfs(kernel: Kernel, disks: int) -> bytes:
         add(name, 0o040755)
     add("dev/console", 0o020600, device=(5, 1))
     add("bin/busybox", 0o100755, (kernel.folder / "busybox").read_bytes())
-    for module in kernel.modules:
+    kinds = {disk.filesystem for disk in disks}
+    modules = [name for name in kernel.modules if name not in _ONLY_FOR or _ONLY_FOR[name] in kinds]
+    for module in modules:
         add(f"lib/{module}.ko", 0o100644, (kernel.folder / f"{module}.ko").read_bytes())
-    add("init", 0o100755, init_script(kernel.modules, disks).encode())
+    add("init", 0o100755, init_script(modules, disks).encode())
     add("TRAILER!!!", 0)
     return gzip.compress(archive.getvalue(), compresslevel=1)
 
 
-def init_script(modules: Sequence[str], disks: int) -> str:
+def init_script(modules: Sequence[str], disks: Sequence[Disk]) -> str:
     """What the guest's kernel starts first, for busybox."""
     loads = "\n".join(f"insmod /lib/{module}.ko || refuse 'module {module} does not load'" for module in modules)
     # Disks have no fixed names; they carry their number as serial.
@@ -185,8 +244,9 @@ for try in 1 2 3 4 5 6 7 8 9 10; do
 done
 [ -n "$device" ] || refuse 'disk {number} is not there'
 mkdir -p /r{PLACE}/disk{number}
-mount -t ext4 -o ro,noload $device /r{PLACE}/disk{number} || refuse 'disk {number} does not mount'"""
-        for number in range(disks)
+mount -t {disk.filesystem} -o {_MOUNT_OPTIONS[disk.filesystem]} $device /r{PLACE}/disk{number} \\
+  || refuse 'disk {number} does not mount'"""
+        for number, disk in enumerate(disks)
     )
     return f"""\
 #!/bin/busybox sh
@@ -216,7 +276,7 @@ sleep 60
 
 
 def command_line(
-    kernel: Kernel, shape: Shape, initrd: Path, disks: Sequence[Path], share: Path, *, extra: str = ""
+    kernel: Kernel, shape: Shape, initrd: Path, disks: Sequence[Disk], share: Path, *, extra: str = ""
 ) -> list[str]:
     """The words that start QEMU."""
     append = ["console=ttyS0", "quiet", "panic=-1", "no_timer_check", "random.trust_cpu=on"]
@@ -243,7 +303,7 @@ def command_line(
     for number, disk in enumerate(disks):
         # Past the host's page cache: a page that the guest has evicted is read from the host's device again.
         words += [
-            "-drive", f"file={_quoted(disk)},if=none,id=d{number},format=raw,cache=none,aio=threads,readonly=on",
+            "-drive", f"file={_quoted(disk.image)},if=none,id=d{number},format=raw,cache=none,aio=threads,readonly=on",
             "-device", f"virtio-blk-pci,drive=d{number},serial=disk{number}",
         ]  # fmt: skip
     return words
@@ -257,7 +317,7 @@ def run_guest(
     kernel: Kernel,
     shape: Shape,
     *,
-    disks: Sequence[Path],
+    disks: Sequence[Disk],
     share: Path,
     script: str,
     limit_s: float,
@@ -277,7 +337,7 @@ def run_guest(
     (share / "script").write_text(script)
     # In the share, which whoever made it removes, also after a crash.
     initrd = share / "initramfs.gz"
-    initrd.write_bytes(initramfs(kernel, len(disks)))
+    initrd.write_bytes(initramfs(kernel, disks))
     command = command_line(kernel, shape, initrd, disks, share, extra=extra)
     begin = time.monotonic()
     for starts in range(1, MOST_STARTS + 1):
@@ -406,7 +466,7 @@ def works_with_kvm(kernel: Kernel) -> tuple[bool, str]:
         share = Path(name)
         (share / "script").write_text("exit 0\n")
         initrd = share / "initramfs.gz"
-        initrd.write_bytes(initramfs(kernel, 0))
+        initrd.write_bytes(initramfs(kernel, []))
         command = command_line(kernel, Shape(512 << 20, 1, None, "kvm"), initrd, [], share)
         with _Watched(command, None) as watched:
             failure = watched.await_end(KVM_TRIAL_S, KVM_TRIAL_S)

@@ -44,6 +44,9 @@ CALIBRATED_WITHIN = Fraction(4, 100)
 
 MOST_GUEST_BYTES = 8 << 30
 
+FILESYSTEMS = ("ext4", "xfs")
+"""What the pool of a guest may lie on; those of xfs are cached in large folios where the kernel reads ahead."""
+
 _BOOT_STEP_BYTES = 1 << 20
 _LEAST_BOOT_BYTES = 192 << 20
 _MOST_CELLS = 2_000
@@ -59,6 +62,7 @@ class _Asked(StrictModel):
     mechanism: Literal["none", "cgroup", "balloon", "boot"]
     mglru: Literal[MGLRU_SETTINGS] | None = None  # type: ignore[valid-type]
     guest_memory: str | int = "1GiB"
+    filesystem: Literal[FILESYSTEMS] = "ext4"  # type: ignore[valid-type]
     owner: Literal[OWNERS_IN_A_LAB] = "page_cache"  # type: ignore[valid-type]
     capacity: str | int | None = None
     headroom: str | int = 0
@@ -92,6 +96,7 @@ class Condition:
     mglru: str | None
     guest_memory_bytes: int | None
     request: Request
+    filesystem: str = "ext4"
 
     @property
     def boots_small(self) -> bool:
@@ -217,6 +222,8 @@ def _condition(values: list[str], keys: dict[str, Any], pool_bytes: int, where: 
     except ValidationError as error:
         raise UnusableLab(worded_faults(error, where, _Asked)) from None
     in_guest = one.place == "guest"
+    if not in_guest and one.filesystem != _Asked.model_fields["filesystem"].default:
+        raise UnusableLab(f"{where}: place host with filesystem, which is a guest's; put the pool elsewhere instead")
     if not in_guest and (one.mglru is not None or one.mechanism == BOOT):
         raise UnusableLab(f"{where}: place host with mglru or mechanism boot, which are set in a guest; leave them out")
 
@@ -253,7 +260,7 @@ def _condition(values: list[str], keys: dict[str, Any], pool_bytes: int, where: 
     named = [one.label] if one.label else [one.place, one.mechanism]
     switched = [f"MGLRU {one.mglru}"] if one.mglru else []
     label = ", ".join(dict.fromkeys([*named, *said, *switched]))
-    return Condition(label, one.place, one.mglru, memory if in_guest else None, request)
+    return Condition(label, one.place, one.mglru, memory if in_guest else None, request, one.filesystem)
 
 
 def asked_bytes(definition: str) -> dict[str, int | None]:

@@ -31,6 +31,7 @@ from replayer.command import Parser, count
 from replayer.experiment import find, read_description
 from replayer.guest import (
     PLACE,
+    Disk,
     GuestFailed,
     Kernel,
     Shape,
@@ -123,7 +124,7 @@ class _Session:
     qemu: str
     accelerator: str
     wait_s: float
-    image: Path
+    disks: dict[str, Disk]
     numba_cache: Path
     runs: list[dict[str, Any]]
     begun: int = 0
@@ -210,7 +211,7 @@ class _Session:
                 run_guest(
                     self.kernel,
                     shape,
-                    disks=[self.image],
+                    disks=list(self.disks.values()),
                     share=share,
                     script=self._script(),
                     limit_s=_BOOT_ALLOWANCE_S + self.lab.run_limit_s * len(boot.cells),
@@ -225,7 +226,8 @@ class _Session:
         runs = []
         for name, cell in named.items():
             condition = self.lab.condition(cell.condition)
-            argv = ["replay", str(self.trace_file), "--pool", f"{PLACE}/disk0", *planning.command_of(condition.request)]
+            place = f"{PLACE}/disk{list(self.disks).index(condition.filesystem)}"
+            argv = ["replay", str(self.trace_file), "--pool", place, *planning.command_of(condition.request)]
             runs.append({"name": name, "mglru": condition.mglru, "argv": argv})
         warm_up = ["replay", str(self.trace_file), "--pool", f"{PLACE}/disk0", "--device", "none", "--steps", "0:1"]
         return {"data": f"{_OWN}/data", "numba": f"{_OWN}/numba", "warm_up": warm_up, "runs": runs}
@@ -412,7 +414,7 @@ def _session(arguments: argparse.Namespace, lab: Lab, trace: Trace, pool: Pool, 
             qemu=version,
             accelerator="tcg",
             wait_s=arguments.wait,
-            image=Path(name) / "pool.img",
+            disks={},
             numba_cache=folder / "numba",
             runs=read_marked_runs(data, "lab_run", lab.lab_id),
         )
@@ -422,7 +424,10 @@ def _session(arguments: argparse.Namespace, lab: Lab, trace: Trace, pool: Pool, 
             session.accelerator = _accelerator(arguments.accelerator, kernel, session)
             session.say("compiling for guests, and copying the pool into an image")
             compile_for_guests(session)
-            make_disk(pool.folder, session.image)
+            for kind in sorted({one.filesystem for one in lab.conditions if one.place == "guest"}):
+                if kind == "xfs" and "xfs" not in kernel.modules:
+                    raise OSError(f"{kernel.folder}: a kernel without xfs; remove the folder and run: make lab-setup")
+                session.disks[kind] = make_disk(pool.folder, Path(name) / f"pool-{kind}.img", kind)
         yield session
 
 

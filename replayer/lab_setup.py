@@ -1,8 +1,9 @@
-"""Fetch what a lab boots: a kernel of the distribution, unpacked and never installed, busybox, and QEMU.
+"""Fetch what a lab boots: a kernel of the distribution, unpacked and never installed, busybox, QEMU, makers of disks.
 
 In: the machine's own package sources. Out: a folder with `vmlinuz`, the few modules a guest loads, `busybox` and
 `kernel.json`, which says where they come from. The machine's apt configuration is read and left as it is: lists and
-packages go to a private state that is removed again. Only QEMU is installed, by root, where it is missing.
+packages go to a private state that is removed again. Only QEMU and what makes file systems are installed, by root,
+where they are missing.
 """
 
 import gzip
@@ -24,14 +25,14 @@ OLDEST_KERNEL = (6, 5)
 
 QEMU = "qemu-system-x86_64"
 
-WANTED_MODULES = ("virtio_pci", "virtio_blk", "ext4", "9p", "9pnet_virtio", "virtio_console")
+WANTED_MODULES = ("virtio_pci", "virtio_blk", "ext4", "9p", "9pnet_virtio", "virtio_console", "xfs")
 """What a guest needs, each built in or a module; what they depend on comes with them."""
 
 MODULES_IF_THERE = ("crc32c_generic", "crc32c_cryptoapi")
 """What ext4 asks for by another name than a dependency's; newer kernels have it built in under no name at all."""
 
 _PATIENCE_S = 900
-_QEMU_PACKAGE = "qemu-system-x86"
+_PROGRAMS = {QEMU: "qemu-system-x86", "mke2fs": "e2fsprogs", "mkfs.xfs": "xfsprogs"}
 _BUSYBOX_PACKAGE = "busybox-static"
 _KERNEL_PACKAGE = "linux-image-amd64"
 
@@ -54,14 +55,15 @@ def check_architecture() -> None:
 
 
 def set_up(folder: Path, say: Callable[[str], None]) -> None:
-    """Fetches kernel and busybox into `folder`, installs QEMU where it is missing; nothing happens where all is there.
+    """Fetches kernel and busybox into `folder`, installs the programs that are missing; nothing where all is there.
 
     Raises:
         SetupRefused: there is no such package, no right to install it, or another distribution.
     """
     check_architecture()
-    if shutil.which(QEMU) is None:
-        _install_qemu(say)
+    missing = [package for program, package in _PROGRAMS.items() if find_program(program) is None]
+    if missing:
+        _install(missing, say)
     if (folder / "kernel.json").is_file():
         say(f"{folder}: kernel {json.loads((folder / 'kernel.json').read_text())['release']} is there")
         return
@@ -165,11 +167,16 @@ def _decompressed(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _install_qemu(say: Callable[[str], None]) -> None:
-    command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", _QEMU_PACKAGE]
+def find_program(name: str) -> str | None:
+    """Where a program lies, also those of administrators, which not every user's path has; null if nowhere."""
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
+
+
+def _install(packages: Sequence[str], say: Callable[[str], None]) -> None:
+    command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise SetupRefused(f"no {QEMU} here; install it as root: {' '.join(command)}")
-    say(f"installing {_QEMU_PACKAGE}")
+        raise SetupRefused(f"not installed here: {', '.join(packages)}; install it as root: {' '.join(command)}")
+    say(f"installing {', '.join(packages)}")
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     if subprocess.run(command, capture_output=True, env=environment, timeout=_PATIENCE_S, check=False).returncode:  # noqa: S603
         _run(["apt-get", "update", "-qq"], Path())

@@ -4,6 +4,7 @@ Three guests run replays or walls, some more only fail. They skip with the reaso
 """
 
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from replayer.cli import main as replayer_main
 from replayer.experiment import UnusableExperiment, find, shipped
 from replayer.guest import PLACE, GuestFailed, Kernel, Shape, _Watched
 from replayer.lab import (
+    FILESYSTEMS,
     FOLDER,
     MOST_CALIBRATIONS,
     BootLimit,
@@ -477,15 +479,41 @@ def qemus() -> set[int]:
     return found
 
 
+@pytest.mark.parametrize("filesystem", FILESYSTEMS)
+def test_a_disk_of_either_file_system_has_every_file_of_the_folder(kernel, tmp_path, filesystem):
+    (tmp_path / "files/layers").mkdir(parents=True)
+    content = {name: os.urandom(size) for name, size in (("a", 3 * MIB + 5), ("layers/b", 1), ("layers/c", 0))}
+    for name, part in content.items():
+        (tmp_path / "files" / name).write_bytes(part)
+    disk = guest.make_disk(tmp_path / "files", tmp_path / "disk", filesystem)
+    place = f"{PLACE}/disk0"
+    script = f"cd {place} && sha256sum a layers/b layers/c > {PLACE}/share/sums && grep {place} /proc/mounts > "
+    _, share = run(kernel, tmp_path, f"{script}{PLACE}/share/mounts", disks=[disk])
+    sums = dict(reversed(line.split()) for line in (share / "sums").read_text().splitlines())
+    assert sums == {name: hashlib.sha256(part).hexdigest() for name, part in content.items()}
+    assert (share / "mounts").read_text().split()[2] == filesystem
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "files", "share"]
+
+
+def test_a_name_that_an_xfs_layout_cannot_hold_is_refused(tmp_path):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/a b").write_bytes(b"x")
+    if lab_setup.find_program("mkfs.xfs") is None:
+        pytest.skip("no mkfs.xfs here; make lab-setup installs it")
+    with pytest.raises(OSError, match="white space in a name"):
+        guest.make_disk(tmp_path / "files", tmp_path / "disk", "xfs")
+    assert not (tmp_path / "disk").exists()
+
+
 def test_a_wall_on_a_real_v2_kernel_limits_counts_releases_and_can_be_delegated(kernel, tmp_path):
     (tmp_path / "files").mkdir()
     (tmp_path / "files/file").write_bytes(os.urandom(40 * MIB))
-    guest.make_disk(tmp_path / "files", tmp_path / "disk")
+    disk = guest.make_disk(tmp_path / "files", tmp_path / "disk")
     _, share = run(
         kernel,
         tmp_path,
         f"{sys.executable} -P -m tests.v2_in_a_guest main > {PLACE}/share/told",
-        disks=[tmp_path / "disk"],
+        disks=[disk],
     )
     told = json.loads((share / "told").read_text())
     assert told["root"] == ["2", "/sys/fs/cgroup"]
