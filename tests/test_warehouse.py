@@ -381,7 +381,7 @@ def test_relations_are_listed_with_question_and_rows(tmp_path):
     views = {relation["name"]: relation for relation in relations if relation["kind"] == "view"}
     assert set(views) == {
         "policy_comparison", "policy_ranking", "belady_gap", "nominal_misses", "lookahead_summary",
-        "lookahead_waterfall", "trace_unknowns",
+        "lookahead_waterfall", "lookahead_effect", "trace_unknowns",
         "replay_summary", "quarantined_runs",
         "native_vs_simulated", "reclaim_condition", "reclaim_pair", "mechanism_agreement", "reclaim_knee", "lab_matrix",
         "routing",
