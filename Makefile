@@ -7,7 +7,7 @@ PORT ?= 3000
 # Tests that replay nothing natively and time nothing, in two parts. Of the others most need the machine's one lock;
 # those of the graph and the command line are there since both lanes then take as long.
 PURE_1 := $(patsubst %,tests/test_%.py,accounting bad_dumps benefit boundaries canonical checkpoints curves disclosure docs \
-  dumps experiment_report hit_curves hostile intervals inversion libcachesim locality lookahead lookahead_cli lookahead_report plan policies \
+  dumps experiment_report hit_curves hostile intervals inversion libcachesim locality lookahead lookahead_cli lookahead_effect lookahead_report plan policies \
   predictors prefetch priorities)
 PURE_2 := $(patsubst %,tests/test_%.py,lab_report published_values quantities queues reclaim_report reclaim_views report \
   sample schemas simulate simulate_cli streams sweep trace user_cache warehouse)

@@ -61,6 +61,8 @@ _PLOT_SETTINGS = {
     "legend.handlelength": 2.4,
 }
 PAGE_PLOT_INCHES = (4.7, 3.3)
+_BARS_WIDTH_INCHES = 4.2
+_BAR_INCHES = 0.24
 SMALL_PLOT_INCHES = (4.8, 3.0)
 
 
@@ -87,6 +89,17 @@ class Line:
         return self.style[2]
 
 
+@dataclass(frozen=True)
+class Bar:
+    """A bar of a waterfall, from `start` to `end`, with its name before it and its number behind all bars."""
+
+    label: str
+    start: float
+    end: float
+    colour: str
+    number: str
+
+
 @contextlib.contextmanager
 def drawing(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
     """A figure with one plot of shares from 0 to 1, in the report's look while the block lasts."""
@@ -96,6 +109,40 @@ def drawing(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
         yield figure, axes
+
+
+@contextlib.contextmanager
+def drawing_bars(title: str, panels: Sequence[tuple[str, Sequence[Bar]]]) -> Iterator[Figure]:
+    """A figure with a waterfall per panel (its title and bars from the top), each on a scale of its own, from 0."""
+    heights = [len(bars) + 1.6 for _, bars in panels]
+    with mpl.rc_context({**_PLOT_SETTINGS, "axes.grid": False, "axes.spines.bottom": False}):  # type: ignore[arg-type]
+        figure = Figure(figsize=(_BARS_WIDTH_INCHES, _BAR_INCHES * (sum(heights) + 2)), layout="constrained")
+        figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=10, fontweight="bold")
+        every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (name, bars) in zip(every, panels, strict=True):
+            _draw_bars(axes, name, bars)
+        figure.align_labels()
+        yield figure
+
+
+def _draw_bars(axes: Axes, name: str, bars: Sequence[Bar]) -> None:
+    for place, bar in enumerate(bars):
+        # The edge keeps a bar in sight that is too small to be seen otherwise.
+        axes.barh(
+            place, bar.end - bar.start, left=bar.start, height=0.62, color=COLOURS[bar.colour][0],
+            edgecolor=COLOURS[bar.colour][0], linewidth=0.8,
+        )  # fmt: skip
+        axes.text(
+            1.03, place, bar.number, transform=axes.get_yaxis_transform(), verticalalignment="center",
+            horizontalalignment="left", clip_on=False,
+        )  # fmt: skip
+        if place and bar.start:
+            axes.vlines(bar.start, place - 0.69, place - 0.31, color=COLOURS["muted"][0], linewidth=0.8)
+    axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.set_xlim(0, max((max(bar.start, bar.end) for bar in bars), default=0) or 1)
+    axes.set_xticks([])
+    axes.set_title(name, fontsize=9, fontweight="normal", color=COLOURS["muted"][0])
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:

@@ -23,7 +23,8 @@ from pipeline.inversion import COMMAND as INVERSION_COMMAND
 from pipeline.inversion import inversion_block
 from pipeline.lab_report import VIEWS as LAB_VIEWS
 from pipeline.lab_report import lab_blocks
-from pipeline.lookahead_report import benefit_blocks
+from pipeline.lookahead_report import EFFECT_VIEW, WATERFALL_VIEW, benefit_blocks
+from pipeline.lookahead_report import VIEWS as LOOKAHEAD_VIEWS
 from pipeline.page import (
     Block,
     Cell,
@@ -182,7 +183,7 @@ def write_report(data_dir: Path) -> Path:
         warehouse.build.QueryFailed: the warehouse cannot be opened, or an older version built it.
         OSError: the page cannot be written.
     """
-    page = render_report(read_tables(data_dir, views=(*RECLAIM_VIEWS, *LAB_VIEWS)))
+    page = render_report(read_tables(data_dir, views=(*LOOKAHEAD_VIEWS, *RECLAIM_VIEWS, *LAB_VIEWS)))
     file = DataFolder(data_dir).report
     remove_stale(file.parent)
     with publish(file) as temporary:
@@ -191,7 +192,7 @@ def write_report(data_dir: Path) -> Path:
 
 
 def render_report(tables: dict[str, pl.DataFrame]) -> str:
-    """The page for these tables, and the views of `reclaim_report` and `lab_report` where they are among them.
+    """The page for these tables, and for the views of `lookahead_report`, `reclaim_report` and `lab_report` if present.
 
     The same tables give the same bytes.
     """
@@ -277,7 +278,8 @@ class Section:
 
 
 def _rows_of(tables: dict[str, pl.DataFrame], trace_id: str) -> dict[str, list[Row]]:
-    return {name: tables[name].filter(pl.col("trace_id") == trace_id).to_dicts() for name in _OF_TRACES}
+    views = [name for name in LOOKAHEAD_VIEWS if name in tables]
+    return {name: tables[name].filter(pl.col("trace_id") == trace_id).to_dicts() for name in (*_OF_TRACES, *views)}
 
 
 def _section(anchor: str, trace: Row, rows: dict[str, list[Row]], newer: str | None, plots: Plots) -> Section:
@@ -296,7 +298,12 @@ def _section(anchor: str, trace: Row, rows: dict[str, list[Row]], newer: str | N
             *_policy_blocks(trace, rows["miss_ratio_curve"], hit_rates, plots),
             *_locality_blocks(trace, locality, plots),
             *_lookahead_blocks(trace, rows["lookahead_recall"], plots),
-            *benefit_blocks(rows["lookahead_benefit"]),
+            *benefit_blocks(
+                rows["lookahead_benefit"],
+                plots,
+                waterfalls=rows.get(WATERFALL_VIEW, ()),
+                effects=rows.get(EFFECT_VIEW),
+            ),
         ],
         overview=_overview(trace, hit_rates, locality),
         command=f"expert-tier run --trace {shlex.quote(trace_id)} && expert-tier report",

@@ -25,8 +25,8 @@ def runs(
     for number, device_bytes in enumerate(device):
         row = run_row(
             f"{name} {number}", condition_hash=name, device_bytes=device_bytes, outer_group_bytes=None,
-            wall_ns=device_bytes if wall is None else wall[number], wall_bytes=7000 + number,
-            **{**NEVER_TOGETHER, **said},
+            wall_ns=device_bytes if wall is None else wall[number],
+            **{**NEVER_TOGETHER, "wall_bytes": 7000 + number, **said},
         )  # fmt: skip
         key = {"run_id": row["run_id"]}
         if plan is not None:

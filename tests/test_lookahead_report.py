@@ -1,11 +1,16 @@
 """The answer follows the rows: flip them, and the sentence flips."""
 
+import html
 from typing import Any
 
 import pytest
 
 from pipeline.lookahead_report import benefit_blocks
+from pipeline.plots import Plots
+from schemas.tables import TABLES
 from tests.table_rows import ROWS
+
+SPACE = "\N{NARROW NO-BREAK SPACE}"
 
 
 def row(predictor: str = "conditional", **said: Any) -> dict[str, Any]:
@@ -25,9 +30,9 @@ TRUTH = row("oracle", simulated_time_with_ns=1000, recall_all=1.0)
 
 
 def answer(*rows: dict[str, Any]) -> str:
-    (block,) = benefit_blocks(rows)
+    (block,) = benefit_blocks(rows, Plots())
     (said,) = block.findings
-    return said.replace("\N{NARROW NO-BREAK SPACE}", " ")
+    return said.replace(SPACE, " ")
 
 
 def test_a_plan_that_saves_time_may_pay_beside_what_the_truth_would_save() -> None:
@@ -89,9 +94,114 @@ def test_without_sizes_misses_are_counted_and_each_cache_has_its_sentence() -> N
 
 def test_rows_with_a_bandwidth_speak_before_those_without_and_the_grid_has_all() -> None:
     unbounded = row(bandwidth_bytes_per_s=None, simulated_time_without_ns=0, simulated_time_with_ns=0)
-    (block,) = benefit_blocks([row(), TRUTH, unbounded])
+    (block,) = benefit_blocks([row(), TRUTH, unbounded], Plots())
     assert "of the time" in block.findings[0]
     assert "at once" not in block.findings[0]
     assert [line[2].text for line in block.grids[0].rows].count("unbounded") == 1
     assert len(block.grids[0].rows) == 3
-    assert benefit_blocks([]) == []
+    assert benefit_blocks([], Plots()) == []
+
+
+def waterfall(one: dict[str, Any], **said: Any) -> dict[str, Any]:
+    """The view's row of a row of the table."""
+    known = {name: one.get(name) for name in TABLES["lookahead_benefit"].column_names}
+    late = known["simulated_removed_late"]
+    return {
+        **known, "simulated_removed_in_time": known["simulated_removed_misses"] - late, "simulated_used_bytes": 300,
+        "simulated_saved_ns": known["simulated_time_without_ns"] - known["simulated_time_with_ns"], **said,
+    }  # fmt: skip
+
+
+def drawn(*rows: dict[str, Any], **said: Any) -> str:
+    (block,) = benefit_blocks(rows, Plots(), waterfalls=[waterfall(one, **said) for one in rows])
+    (picture,) = block.pictures
+    assert "Simulated, not measured, from trace tiny" in picture.caption
+    return " ".join(html.unescape(plot) for plot in picture.plots).replace(SPACE, " ")
+
+
+def test_the_chain_is_drawn_of_the_plan_that_the_sentence_names_with_its_numbers() -> None:
+    svg = drawn(row(), row("frequency", simulated_time_with_ns=1900), TRUTH)
+    assert svg.count("<svg") == 1
+    assert "room for 40 experts, conditional, 1 layer ahead" in svg
+    assert (
+        "accesses, of which 400 miss without the plan: selections 16, accesses 1,000, named beforehand 500, named and "
+        "missing 200, arrived in time 149, arrived late 1 and hits displaced 10." in svg
+    )
+    assert (
+        "bytes read: without the plan 800 B, saved \N{MINUS SIGN}200 B, displaced +100 B, read ahead, used +300 B, "
+        "read ahead, wasted +300 B and with the plan 1.30 kB." in svg
+    )
+    assert "time: without the plan 0.002 ms, saved \N{MINUS SIGN}0.001 ms and with the plan 0.002 ms." in svg
+
+
+def test_the_drawing_flips_with_the_rows_and_shows_what_is_known_alone() -> None:
+    assert "room for 40 experts, the most frequent experts" in drawn(
+        row("frequency", lookahead_layers=0, simulated_time_with_ns=1000), row(), TRUTH
+    )
+    assert "time: without the plan 0.002 ms, lost +0.001 ms" in drawn(row(simulated_time_with_ns=3000), TRUTH)
+    assert "bytes read" not in drawn(row(simulated_device_bytes=None), TRUTH)
+    unbounded = {"bandwidth_bytes_per_s": None, "simulated_time_without_ns": 0, "simulated_time_with_ns": 0}
+    assert "time: " not in drawn(row(**unbounded), {**TRUTH, **unbounded})
+    assert drawn(row(), row(capacity_experts_total=80)).count("<svg") == 2
+    (block,) = benefit_blocks([row()], Plots())
+    assert block.pictures == []
+
+
+def effect(**said: Any) -> dict[str, Any]:
+    """A plan that reads a tenth less, of which nothing is due to chance, and takes as long as none."""
+    return {
+        "condition": "oracle, advice", "plan_hash": "0123456789ab", "delivery": "advice", "owner": "page_cache",
+        "limited_by": "cgroup v2", "machine_id": "m", "capacity_bytes": 400, "plan_runs": 5, "none_runs": 10,
+        "plan_device_bytes": 900, "plan_device_low_bytes": 890, "plan_device_high_bytes": 905,
+        "none_device_bytes": 1000, "none_device_low_bytes": 990, "none_device_high_bytes": 1020,
+        "saved_device_bytes": 100, "none_spread_bytes": 30, "plan_spread_bytes": 15, "effect_bytes": "less",
+        "plan_timed_runs": 5, "none_timed_runs": 10, "plan_wall_ns": 5_100_000, "plan_wall_low_ns": 5_000_000,
+        "plan_wall_high_ns": 5_300_000, "none_wall_ns": 5_000_000, "none_wall_low_ns": 4_800_000,
+        "none_wall_high_ns": 5_200_000, "saved_ns": -100_000, "none_spread_ns": 400_000, "plan_spread_ns": 300_000,
+        "effect_time": "none", "completed_share": 0.8, "hints_completed": 40, "hints": 50, "named_hit_rate": 0.75,
+        "named_hits": 75, "named_accesses": 100, **said,
+    }  # fmt: skip
+
+
+def measured(*effects: dict[str, Any]) -> list[str]:
+    (block,) = benefit_blocks([row(), TRUTH], Plots(), effects=effects)
+    return [said.replace(SPACE, " ") for said in block.findings[1:]]
+
+
+def test_what_native_runs_measured_stands_beside_what_is_simulated_and_flips_with_the_view() -> None:
+    assert measured(effect()) == [
+        "Measured, oracle, advice, page_cache with 400 B: bytes from the device 10.0 % less (900 B against 1.00 kB; "
+        "runs of one condition differ by up to 30 B); no effect on time (2.0 % more, 5.100 ms against 5.000 ms; runs of "
+        "one condition differ by up to 0.400 ms); 5 runs with it, 10 without."
+    ]
+    costs = {"plan_device_bytes": 1200, "saved_device_bytes": -200, "effect_bytes": "more"}
+    quick = {"plan_wall_ns": 4_000_000, "saved_ns": 1_000_000, "effect_time": "less"}
+    (said,) = measured(effect(**costs, **quick))
+    assert "bytes from the device 20.0 % more (1.20 kB against 1.00 kB; runs" in said
+    assert "time 20.0 % less (4.000 ms against 5.000 ms; runs" in said
+
+
+def test_without_enough_repetitions_valid_times_or_a_counterpart_the_sentence_says_so() -> None:
+    untimed = {"plan_wall_ns": None, "saved_ns": None, "effect_time": None}
+    (said,) = measured(effect(plan_runs=1, effect_bytes=None, condition=None, **untimed))
+    assert "plan 0123456789ab, advice, page_cache with 400 B: too few valid repetitions to tell of bytes from" in said
+    assert "(10.0 % less, 900 B against 1.00 kB; runs of one condition differ by up to 30 B); no valid time" in said
+    assert said.endswith("no valid time of both; 1 run with it, 10 without.")
+    (said,) = measured(effect(none_runs=0))
+    assert said.startswith("Measured, but held against nothing: 1 condition with a plan")
+    assert measured() == ["Measured: nothing, since no native run of this trace delivered a plan."]
+
+
+def test_the_largest_savings_have_sentences_and_the_table_has_all() -> None:
+    rows = [effect(condition=f"plan {saved}", saved_device_bytes=saved) for saved in (10, 60, 20, 50, 30, 40)]
+    said = measured(*rows)
+    assert [one.split(",")[1] for one in said[:4]] == [" plan 60", " plan 50", " plan 40", " plan 30"]
+    assert said[4:] == ["The table has 2 more conditions with a plan."]
+    (block,) = benefit_blocks([row(), TRUTH], Plots(), effects=rows)
+    assert len(block.grids[1].rows) == 6
+
+
+def test_native_runs_alone_have_a_block_too() -> None:
+    (block,) = benefit_blocks([], Plots(), effects=[effect()])
+    assert (len(block.findings), len(block.grids), block.pictures) == (1, 1, [])
+    assert benefit_blocks([], Plots(), effects=[]) == []
