@@ -293,8 +293,8 @@ _TIME = _Measure(
 def _effects_grid(rows: Sequence[Row]) -> Grid:
     return Grid(
         caption="Measured, of valid runs: lower medians with the plan and without, below them the ranges. The effect "
-        "is none where the medians differ by no more than runs of either do, unknown below five runs of either. Times: of "
-        "runs whose times are valid.",
+        "is none where the medians differ by no more than runs of either do, unknown below five runs of either. "
+        "Times: of runs whose times are valid.",
         summary="What native runs with a plan did against those without",
         head=[
             [

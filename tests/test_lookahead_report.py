@@ -171,8 +171,8 @@ def measured(*effects: dict[str, Any]) -> list[str]:
 def test_what_native_runs_measured_stands_beside_what_is_simulated_and_flips_with_the_view() -> None:
     assert measured(effect()) == [
         "Measured, oracle, advice, page_cache with 400 B: bytes from the device 10.0 % less (900 B against 1.00 kB; "
-        "runs of one condition differ by up to 30 B); no effect on time (2.0 % more, 5.100 ms against 5.000 ms; runs of "
-        "one condition differ by up to 0.400 ms); 5 runs with it, 10 without."
+        "runs of one condition differ by up to 30 B); no effect on time (2.0 % more, 5.100 ms against 5.000 ms; runs "
+        "of one condition differ by up to 0.400 ms); 5 runs with it, 10 without."
     ]
     costs = {"plan_device_bytes": 1200, "saved_device_bytes": -200, "effect_bytes": "more"}
     quick = {"plan_wall_ns": 4_000_000, "saved_ns": 1_000_000, "effect_time": "less"}

@@ -1,7 +1,7 @@
 """The counting predictors over 3.07 M selections: every reuse window, width and depth, after compilation.
 
 On the published `code` trace (48 layers × 128 experts) where it is at hand, else on generated routes of as many
-selections.
+selections. The memory of one depth's co-activation table is that of as many selections over 92 layers × 896 experts.
 """
 
 import statistics
@@ -16,10 +16,13 @@ from pipeline.locality import REUSE_WINDOWS, trace_locality
 from pipeline.lookahead import DEPTHS, WIDTH_FACTORS, lookahead_tables, score_plan
 from pipeline.predictors import conditional, first_part, frequency, learned, previous_token
 from replayer.trace import Trace
-from tests.bench.policies import EXPERTS, report, synthetic_routes
+from tests.bench.policies import EXPERTS, peak_bytes, report, synthetic_routes
 from tests.builders import make_trace
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "traces" / "qwen3-30b-code.npz"
+
+LARGE_LAYERS, LARGE_EXPERTS, LARGE_TOP_K, LARGE_STEPS = 92, 896, 16, 2_086
+MOST_TABLE_BYTES = 1 << 30
 
 
 def main(samples: int) -> None:
@@ -45,6 +48,31 @@ def main(samples: int) -> None:
             report(said, found)
         else:
             report(said, found, f"< {limit:.0f} s", reached=seconds < limit)
+    bench_memory()
+
+
+def bench_memory() -> None:
+    """Peak of one depth's plan above what the process had with the trace in memory; the plan itself is in it."""
+    trace = large_trace()
+    fit = first_part(trace, Fraction("0.6"))
+    # Compiles, on a trace of no size.
+    small = make_trace(np.zeros((4, 2, 1), dtype=int), num_experts=2)
+    conditional(small, depth=1, width=1, fit=first_part(small, Fraction("0.6")))
+    for width in (LARGE_TOP_K, 4 * LARGE_TOP_K):
+        peak = peak_bytes(lambda width=width: conditional(trace, depth=1, width=width, fit=fit))  # type: ignore[misc]
+        report(
+            f"one depth's table, {LARGE_LAYERS} layers × {LARGE_EXPERTS} experts, plan {width} wide",
+            f"{peak / 2**20:,.0f} MiB above the trace, {trace.expert_ids.size / 1e6:.2f} M selections",
+            f"≤ {MOST_TABLE_BYTES >> 20:,} MiB",
+            reached=peak <= MOST_TABLE_BYTES,
+        )
+
+
+def large_trace() -> Trace:
+    """Each of an event's experts is drawn from a part of its own of the layer, so no two are the same."""
+    part = LARGE_EXPERTS // LARGE_TOP_K
+    drawn = np.random.default_rng(0).integers(0, part, size=(LARGE_STEPS, LARGE_LAYERS, LARGE_TOP_K))
+    return make_trace(drawn + part * np.arange(LARGE_TOP_K), num_experts=LARGE_EXPERTS)
 
 
 def count(trace: Trace) -> None:
