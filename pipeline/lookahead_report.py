@@ -167,7 +167,7 @@ def _pictures(judged: dict[int, list[Row]], waterfalls: Sequence[Row], plots: Pl
     caption = (
         f"Simulated, not measured, from trace {chains[0]['trace_id']}: for each cache, an LRU over all layers, the "
         f"chain of the best plan that does not know the future. {_assumption(chains[0])} Saved: accesses that a "
-        "prefetch served instead of a read on demand. Displaced: hits that prefetches pushed out. Wasted: read ahead "
+        "prefetch served instead of a read on demand, be it a later one than it was meant for. Displaced: hits that prefetches pushed out. Wasted: read ahead "
         "and evicted, or left, unused. Each group of bars has a scale of its own, from 0."
     )
     return [Picture([_drawn(row, plots) for row in chains], _LEGEND, caption)]
@@ -193,7 +193,7 @@ def _panels(row: Row) -> list[tuple[str, list[Bar]]]:
         "hits displaced": ("simulated_displaced", "vermillion"),
     }
     bars = [Bar(label, 0, row[name], colour, amount(row[name])) for label, (name, colour) in counts.items()]
-    panels = [(f"accesses, of which {amount(row['misses'])} miss without the plan", bars)]
+    panels = [(f"accesses ({amount(row['misses'])} miss without the plan)", bars)]
     if row["simulated_device_bytes"] is not None:
         steps = [
             ("saved", -row["simulated_removed_bytes"]), ("displaced", row["simulated_displaced_bytes"]),
@@ -211,7 +211,7 @@ def _waterfall(begin: int, steps: Sequence[tuple[str, int]], text: Callable[[flo
     bars = [Bar("without the plan", 0, begin, "blue", text(begin))]
     level = begin
     for label, change in steps:
-        sign = "\N{MINUS SIGN}" if change < 0 else "+"
+        sign = "\N{MINUS SIGN}" if change < 0 else "+" if change > 0 else ""
         bars.append(
             Bar(label, level, level + change, "green" if change < 0 else "vermillion", f"{sign}{text(abs(change))}")
         )

@@ -115,23 +115,23 @@ def drawing(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
 def drawing_bars(title: str, panels: Sequence[tuple[str, Sequence[Bar]]]) -> Iterator[Figure]:
     """A figure with a waterfall per panel (its title and bars from the top), each on a scale of its own, from 0."""
     heights = [len(bars) + 1.6 for _, bars in panels]
-    with mpl.rc_context({**_PLOT_SETTINGS, "axes.grid": False, "axes.spines.bottom": False}):  # type: ignore[arg-type]
+    with mpl.rc_context(_PLOT_SETTINGS):  # type: ignore[arg-type]
         figure = Figure(figsize=(_BARS_WIDTH_INCHES, _BAR_INCHES * (sum(heights) + 2)), layout="constrained")
         figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=10, fontweight="bold")
         every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
         for axes, (name, bars) in zip(every, panels, strict=True):
             _draw_bars(axes, name, bars)
-        figure.align_labels()
         yield figure
 
 
 def _draw_bars(axes: Axes, name: str, bars: Sequence[Bar]) -> None:
     for place, bar in enumerate(bars):
-        # The edge keeps a bar in sight that is too small to be seen otherwise.
-        axes.barh(
-            place, bar.end - bar.start, left=bar.start, height=0.62, color=COLOURS[bar.colour][0],
-            edgecolor=COLOURS[bar.colour][0], linewidth=0.8,
-        )  # fmt: skip
+        if bar.end != bar.start:
+            # The edge keeps a bar in sight that is too small to be seen otherwise.
+            axes.barh(
+                place, bar.end - bar.start, left=bar.start, height=0.62, color=COLOURS[bar.colour][0],
+                edgecolor=COLOURS[bar.colour][0], linewidth=0.8,
+            )  # fmt: skip
         axes.text(
             1.03, place, bar.number, transform=axes.get_yaxis_transform(), verticalalignment="center",
             horizontalalignment="left", clip_on=False,
@@ -142,6 +142,8 @@ def _draw_bars(axes: Axes, name: str, bars: Sequence[Bar]) -> None:
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, max((max(bar.start, bar.end) for bar in bars), default=0) or 1)
     axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    axes.grid(visible=False)
     axes.set_title(name, fontsize=9, fontweight="normal", color=COLOURS["muted"][0])
 
 

@@ -124,7 +124,7 @@ def test_the_chain_is_drawn_of_the_plan_that_the_sentence_names_with_its_numbers
     assert svg.count("<svg") == 1
     assert "room for 40 experts, conditional, 1 layer ahead" in svg
     assert (
-        "accesses, of which 400 miss without the plan: selections 16, accesses 1,000, named beforehand 500, named and "
+        "accesses (400 miss without the plan): selections 16, accesses 1,000, named beforehand 500, named and "
         "missing 200, arrived in time 149, arrived late 1 and hits displaced 10." in svg
     )
     assert (
