@@ -167,8 +167,8 @@ def _pictures(judged: dict[int, list[Row]], waterfalls: Sequence[Row], plots: Pl
     caption = (
         f"Simulated, not measured, from trace {chains[0]['trace_id']}: for each cache, an LRU over all layers, the "
         f"chain of the best plan that does not know the future. {_assumption(chains[0])} Saved: accesses that a "
-        "prefetch served instead of a read on demand, be it a later one than it was meant for. Displaced: hits that prefetches pushed out. Wasted: read ahead "
-        "and evicted, or left, unused. Each group of bars has a scale of its own, from 0."
+        "prefetch served instead of a read on demand, be it a later one than it was meant for. Displaced: hits that "
+        "prefetches pushed out. Wasted: read ahead, not used. Each group of bars has a scale of its own, from 0."
     )
     return [Picture([_drawn(row, plots) for row in chains], _LEGEND, caption)]
 
