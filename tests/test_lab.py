@@ -22,7 +22,7 @@ from replayer import guest, lab_cli, lab_setup
 from replayer.cli import _parser
 from replayer.cli import main as replayer_main
 from replayer.experiment import UnusableExperiment, find, shipped
-from replayer.guest import PLACE, GuestFailed, Kernel, Shape, _Watched
+from replayer.guest import PLACE, Disk, GuestFailed, Kernel, Shape, _Watched
 from replayer.lab import (
     FILESYSTEMS,
     FOLDER,
@@ -326,7 +326,7 @@ def test_the_first_file_system_holds_what_the_script_uses(tmp_path):
 
 def test_the_root_and_disks_are_read_only_and_there_is_no_network(tmp_path):
     words = guest.command_line(
-        kernel_in(tmp_path), Shape(1 << 30, 2, 300 * MIB), tmp_path / "i", [tmp_path / "a,b.img"], tmp_path
+        kernel_in(tmp_path), Shape(1 << 30, 2, 300 * MIB), tmp_path / "i", [Disk(tmp_path / "a,b.img")], tmp_path
     )
     line = " ".join(words)
     assert "id=root,path=/,security_model=none,readonly=on" in line
@@ -631,7 +631,7 @@ def test_a_kernel_that_is_told_of_less_memory_sees_less(kernel, tmp_path):
 
 def test_a_guest_without_its_disk_is_one_line(kernel, tmp_path, monkeypatch):
     whole = guest.init_script
-    monkeypatch.setattr(guest, "init_script", lambda modules, disks: whole(modules, disks + 1))
+    monkeypatch.setattr(guest, "init_script", lambda modules, disks: whole(modules, [*disks, Disk(tmp_path / "none")]))
     with pytest.raises(GuestFailed, match="refused to go on: disk 0 is not there"):
         run(kernel, tmp_path, "true", limit_s=60)
     assert qemus() == set()
