@@ -6,7 +6,7 @@ Names and suffixes are never looked at: published files lie about what they hold
 import json
 import zipfile
 
-from pipeline.dumps import events_csv, jsonl, npz, route_csv
+from pipeline.dumps import events_csv, jsonl, llama_cpp, llama_cpp_binary, npz, route_csv
 from pipeline.dumps.arrays import DAMAGE
 from pipeline.dumps.blocks import (
     MAX_LINE_BYTES,
@@ -23,6 +23,8 @@ from pipeline.dumps.blocks import (
 )
 
 LAYOUTS: tuple[Layout, ...] = (
+    *llama_cpp_binary.LAYOUTS,
+    *llama_cpp.LAYOUTS,
     *npz.LAYOUTS,
     *route_csv.LAYOUTS,
     *events_csv.LAYOUTS,
@@ -35,6 +37,8 @@ _NO_ORDER = (
 )
 
 NO_TRACES: tuple[NoTrace, ...] = (
+    *llama_cpp_binary.NO_TRACES,
+    *llama_cpp.NO_TRACES,
     NoTrace(
         lambda sample: (
             {"layer_id", "expert_id", "count"} <= sample.columns or {"layer", "expert", "hits"} <= sample.columns
