@@ -44,9 +44,7 @@ def flat(rows: Rows) -> list[int]:
 
 def llama_moe_trace_dump(passes: Passes, top_k: int) -> bytes:
     """i32 layer, T, k, ids."""
-    return b"".join(
-        ints(layer, len(rows), top_k, *flat(rows)) for one in passes for layer, rows in one.items()
-    )
+    return b"".join(ints(layer, len(rows), top_k, *flat(rows)) for one in passes for layer, rows in one.items())
 
 
 def mtsp_dump(passes: Passes, top_k: int) -> bytes:

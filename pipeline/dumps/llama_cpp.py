@@ -388,7 +388,12 @@ class _Text:
             yield self._split(rest + chunk[:cut])
             rest = chunk[cut:]
         if rest.strip():
-            yield self._split(rest)
+            # A number that is cut short reads as another number, and every writer ends its lines.
+            fault = self.fault_of(rest)
+            raise MalformedDump(
+                f"{self.dump.path}: its last line has no end ({fault or 'though it reads well'}): the dump is "
+                "truncated, copy or record it again, or end the line if it is whole"
+            )
 
     @staticmethod
     def _split(chunk: bytes) -> list[str]:

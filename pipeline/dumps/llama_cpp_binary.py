@@ -231,6 +231,8 @@ def _is_llama_moe_trace(sample: Sample) -> bool:
         # A graph of many tokens is longer than the head: its ids must still look like ids.
         ids = words[3:]
         return len(ids) >= 64 and bool((ids >= -1).all() and (ids < 65536).all())
+    if found > 1 and len(set(rows[:, 1].tolist())) == 1:
+        return False
     ids = np.concatenate([words[start : start + tokens * int(words[2])] for start, _, tokens in rows.tolist()])
     if not len(ids) or ids.min() < -1 or ids.max() >= 65536:
         return False

@@ -22,6 +22,7 @@ from pipeline.dumps.blocks import (
     Layout,
     MalformedDump,
     ParsedDump,
+    RefusedDump,
     RowBlock,
     first_bad_line,
     read_line,
@@ -52,8 +53,12 @@ def parse(dump: DumpFile, asked: Asked) -> ParsedDump:
     """Reads the preamble at once, rows as they are asked for.
 
     Raises:
-        MalformedDump: no header, a missing column, a line that does not parse, rows that are not whole.
+        MalformedDump: no header, a missing column, a line that does not parse, rows that are not whole. RefusedDump:
+            another version.
     """
+    version = re.match(rb"# *route_trace v([0-9]{1,9})\b", dump.head())
+    if version is not None and int(version[1]) != 1:
+        raise RefusedDump(f"{dump.path}: route CSV version {int(version[1])}, wanted 1; record with another version")
     preamble = _preamble(dump)
     top_k = _fact(dump, preamble, "n_expert_used")
     first = _first_group(dump, preamble) if top_k is None else top_k
