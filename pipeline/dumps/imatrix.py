@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.parquet as pq
 
 from pipeline.dumps.blocks import DumpFile, MalformedDump, RefusedDump
 from replayer.checkpoints import MalformedCheckpoint, Tensor, read_header
+from replayer.trace import read_metadata
 from schemas.trace import CheckRecord
 
 _COUNTS = re.compile(r"blk\.([0-9]{1,5})\.ffn_(gate|up|down|gate_up)_exps\.weight\.counts", re.ASCII)
@@ -100,6 +102,24 @@ def _read_counts(dump: DumpFile, tensor: Tensor) -> npt.NDArray[np.int64]:
     if not np.isfinite(values).all() or (values < 0).any() or (values != np.floor(values)).any():
         raise MalformedDump(f"{dump.path}: {tensor.name} holds what is no count: {values[:4].tolist()}")
     return values.astype(np.int64)
+
+
+def trace_counts(trace: Path) -> dict[int, npt.NDArray[np.int64]]:
+    """Selections per layer and expert of a canonical trace, (E,) each, warm-up included as an imatrix includes it.
+
+    Raises:
+        MalformedTrace: the file is no canonical trace.
+    """
+    metadata = read_metadata(trace)
+    index = np.zeros(65536, dtype=np.int64)
+    index[metadata.moe_layer_ids] = np.arange(len(metadata.moe_layer_ids))
+    experts = max(metadata.experts_per_layer)
+    counts = np.zeros((len(metadata.moe_layer_ids), experts), dtype=np.int64)
+    for batch in pq.ParquetFile(trace).iter_batches(columns=["layer_id", "expert_ids"]):
+        layer = np.repeat(index[batch.column("layer_id").to_numpy()], metadata.top_k_observed)
+        ids = batch.column("expert_ids").flatten().to_numpy().astype(np.int64)
+        counts += np.bincount(layer * experts + ids, minlength=counts.size).reshape(counts.shape)
+    return dict(zip(metadata.moe_layer_ids, counts, strict=True))
 
 
 def compare_counts(imatrix: ImatrixCounts, trace: Mapping[int, npt.NDArray[np.int64]]) -> list[CheckRecord]:

@@ -527,8 +527,8 @@ NO_TRACES: tuple[NoTrace, ...] = (
     ),
     NoTrace(
         lambda sample: sample.head.startswith(b"EXPHIST1"),
-        "an EXPHIST1 history: every route once per expert matrix (gate, up, down) and in no stated graph; record "
-        "ffn_moe_topk with the graph's layers instead",
+        "an EXPHIST1 history: an entry per expert matrix (gate, up, down) of every route, which counts each route "
+        "several times, so it is not read; record ffn_moe_topk instead",
     ),
     NoTrace(
         lambda sample: _is_legacy_imatrix(sample.head),
