@@ -335,6 +335,8 @@ def test_moetrace_that_is_broken_says_where(tmp_path):
     assert "chunk 0" in refusal(tmp_path, whole[:36] + b"\0\0\0\0" + whole[40:])
     huge = refusal(tmp_path, whole[:40] + struct.pack("<I", 2**32 - 1) + whole[44:])
     assert "4294967295 tokens" in huge
+    wide = raw.moetrace_dump(PASSES[:1], layers=4, experts=32, top_k=K, streams=60000)
+    assert "wanted at most 268,435,456" in refusal(tmp_path, wide[:40] + struct.pack("<I", 5000) + wide[44:])
     torn = bytearray(whole)
     struct.pack_into("<H", torn, 36 + 8 + 4 * 5 + 4 * 5 * K, 0xFFFF)
     torn_at = refusal(tmp_path, bytes(torn), moe_layer_ids=LAYERS)
@@ -470,6 +472,13 @@ def test_route_csv_of_another_version_is_refused(tmp_path):
     assert "route CSV version 2, wanted 1" in refusal(tmp_path, content)
 
 
+@pytest.mark.parametrize("name", ["llama_moe_trace", "mtsp", "moetrace", "tesy_moe_topk", "moepager_csv"])
+def test_what_an_eval_callback_captured_is_marked_perturbation_unchecked(tmp_path, name):
+    one = ingested(tmp_path, CONTENTS[name])
+    assert one.metadata.capture_method.startswith("eval callback")
+    assert "perturbation unchecked" in check_of(one, "capture leaves tokens alone").found
+
+
 # Refused as what they are
 
 
@@ -569,7 +578,7 @@ def test_flipped_bytes_are_refused_or_a_valid_trace(tmp_path_factory, data, name
 
 @pytest.mark.parametrize("name", ["colibri_route_trace", "moepager_csv", "moe_prefetch_route", "ggml_moe_log"])
 def test_a_last_line_without_its_end_is_truncated_even_where_it_reads_well(tmp_path, name):
-    content = CONTENTS[name].rstrip(b"\n") + b"0"
+    content = CONTENTS[name].rstrip(b"\n")
     assert "its last line has no end (though it reads well)" in refusal(tmp_path, content)
 
 

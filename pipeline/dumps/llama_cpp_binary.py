@@ -27,7 +27,9 @@ from pipeline.dumps.blocks import (
     Sample,
 )
 from pipeline.dumps.llama_cpp import (
+    CALLBACK,
     MAX_PASS_SELECTIONS,
+    PERTURBATION,
     Recorded,
     Rows,
     draft_check,
@@ -174,10 +176,10 @@ def parse_mtsp(dump: DumpFile, asked: Asked) -> ParsedDump:
             f"--meta hidden_layers={found.layers[-1] + 1} if not"
         )
     parsed = ParsedDump(
-        format="mtsp", blocks=iter(()), top_k=top_k, engine="llama.cpp", capture_method="eval callback",
+        format="mtsp", blocks=iter(()), top_k=top_k, engine="llama.cpp", capture_method=CALLBACK,
         hidden_layers=draft,
     )  # fmt: skip
-    parsed.checks.append(draft_check(found, asked, draft))
+    parsed.checks += [PERTURBATION, draft_check(found, asked, draft)]
     rows = Recorded(dump, parsed, source, found, draft_from=draft)
 
     def blocks() -> Iterator[RowBlock]:
@@ -212,8 +214,9 @@ def parse_llama_moe_trace(dump: DumpFile, asked: Asked) -> ParsedDump:
 
     found = survey(dump, source())
     parsed = ParsedDump(
-        format="llama_moe_trace", blocks=iter(()), top_k=top_k, engine="llama.cpp", capture_method="eval callback"
+        format="llama_moe_trace", blocks=iter(()), top_k=top_k, engine="llama.cpp", capture_method=CALLBACK
     )
+    parsed.checks.append(PERTURBATION)
     return recorded(parsed, Recorded(dump, parsed, source, found))
 
 
@@ -245,6 +248,7 @@ def _is_llama_moe_trace(sample: Sample) -> bool:
 _MOETRACE_HEADER = struct.Struct("<8s7I")
 _MOETRACE_CHUNK = 0xC0A1E5CE
 _NO_ID = 0xFFFF
+_MAX_CHUNK_BYTES = 256 * 1024 * 1024
 
 
 def parse_moetrace(dump: DumpFile, asked: Asked) -> ParsedDump:
@@ -279,7 +283,7 @@ def parse_moetrace(dump: DumpFile, asked: Asked) -> ParsedDump:
         blocks=iter(()),
         top_k=top_k,
         engine="llama.cpp",
-        capture_method="eval callback, prompt only",
+        capture_method=f"{CALLBACK}, prompt only",
         hidden_layers=layers,
         num_experts=experts,
         top_k_model=top_k,
@@ -287,6 +291,7 @@ def parse_moetrace(dump: DumpFile, asked: Asked) -> ParsedDump:
         weight_kind="renormalised",
     )
     parsed.checks += [
+        PERTURBATION,
         CheckRecord(
             name="routes of a router",
             outcome="warn" if hashed else "ok",
@@ -327,6 +332,11 @@ def parse_moetrace(dump: DumpFile, asked: Asked) -> ParsedDump:
                 raise MalformedDump(
                     f"{dump.path}, byte {offset}, chunk {step}: {tokens} tokens, wanted 1 to {MAX_TOKENS:,} and at "
                     f"most {MAX_PASS_SELECTIONS:,} selections in a chunk; record with a smaller ubatch (-ub)"
+                )
+            if tokens * token_bytes > _MAX_CHUNK_BYTES:
+                raise MalformedDump(
+                    f"{dump.path}, byte {offset}, chunk {step}: {tokens} tokens of {token_bytes} bytes, wanted at most "
+                    f"{_MAX_CHUNK_BYTES:,} bytes in a chunk; record with a smaller ubatch (-ub)"
                 )
             chunk = _read_exactly(source, tokens * token_bytes)
             if len(chunk) < tokens * token_bytes:
