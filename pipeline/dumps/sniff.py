@@ -6,7 +6,18 @@ Names and suffixes are never looked at: published files lie about what they hold
 import json
 import zipfile
 
-from pipeline.dumps import events_csv, jsonl, llama_cpp, llama_cpp_binary, npz, route_csv
+from pipeline.dumps import (
+    events_csv,
+    jsonl,
+    llama_cpp,
+    llama_cpp_binary,
+    npz,
+    rl_replay,
+    route_csv,
+    sglang,
+    sglang_responses,
+    torch_file,
+)
 from pipeline.dumps.arrays import DAMAGE
 from pipeline.dumps.blocks import (
     MAX_LINE_BYTES,
@@ -25,6 +36,8 @@ from pipeline.dumps.blocks import (
 LAYOUTS: tuple[Layout, ...] = (
     *llama_cpp_binary.LAYOUTS,
     *llama_cpp.LAYOUTS,
+    *torch_file.layouts((*sglang.TREE_LAYOUTS, *rl_replay.TREE_LAYOUTS), sglang.TREE_NO_TRACES),
+    *sglang_responses.LAYOUTS,
     *npz.LAYOUTS,
     *route_csv.LAYOUTS,
     *events_csv.LAYOUTS,
@@ -129,7 +142,9 @@ def look(dump: DumpFile) -> Sample:
             with zipfile.ZipFile(dump.raw) as archive:
                 members = tuple(archive.namelist())
         except DAMAGE as error:
-            raise MalformedDump(f"{dump.path}: a truncated or damaged npz ({error}); copy the dump again") from None
+            raise MalformedDump(
+                f"{dump.path}: a truncated or damaged npz or torch file ({error}); copy the dump again"
+            ) from None
     return Sample(head, line, value, header, frozenset(name.strip() for name in header.split(",")), members)
 
 
@@ -162,16 +177,18 @@ def _refuse_binary(dump: DumpFile, head: bytes) -> None:
             f"{dump.path}: a bare npy array; wanted an npz with `experts` [layers, tokens, k]: "
             "np.savez(path, experts=ids.astype('int16'), meta=json_text). Pickled arrays are never loaded"
         )
-    if head.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+    if head.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")) and not head.startswith(
+        torch_file.LEGACY_MAGIC
+    ):
         raise RefusedDump(f"{dump.path}: a pickle, which is never loaded: it could run code; save npz or JSONL")
     if head.startswith(b"GGUF"):
         raise RefusedDump(f"{dump.path}: a GGUF file (imatrix counts or weights), not the routes of tokens")
     if head.startswith(b"PAR1"):
         raise RefusedDump(f"{dump.path}: Parquet; a canonical trace needs no ingest, raw dumps are text or npz")
-    if head.startswith(b"PK") and b"data.pkl" in head[:4096]:
-        raise RefusedDump(f"{dump.path}: a torch file, which is a pickle inside; save npz or JSONL")
     if head.startswith(b"PK") and dump.is_packed:
-        raise RefusedDump(f"{dump.path}: an npz inside gzip; unpack the outer layer (gunzip) and ingest the npz")
+        raise RefusedDump(
+            f"{dump.path}: an npz or torch file inside gzip; unpack the outer layer (gunzip) and ingest that"
+        )
 
 
 def _first_line(dump: DumpFile, head: bytes) -> str:
