@@ -189,7 +189,7 @@ def resolve(
     overhead = size_of(file.boot_overhead, f"{source}: key boot_overhead").bytes_of(pool_bytes, Fraction(1))
     definition = json.dumps(
         {
-            "conditions": [asdict(one) for one in conditions],
+            "conditions": [_defined(one) for one in conditions],
             "repetitions_per_boot": file.repetitions_per_boot,
             "cpus": file.cpus,
             "boot_overhead_bytes": overhead,
@@ -261,6 +261,11 @@ def _condition(values: list[str], keys: dict[str, Any], pool_bytes: int, where: 
     switched = [f"MGLRU {one.mglru}"] if one.mglru else []
     label = ", ".join(dict.fromkeys([*named, *said, *switched]))
     return Condition(label, one.place, one.mglru, memory if in_guest else None, request, one.filesystem)
+
+
+def _defined(one: Condition) -> dict[str, Any]:
+    # Labs that were begun before there was a choice of file systems go on under their names.
+    return {key: value for key, value in asdict(one).items() if key != "filesystem" or value != FILESYSTEMS[0]}
 
 
 def asked_bytes(definition: str) -> dict[str, int | None]:
