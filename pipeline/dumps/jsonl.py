@@ -75,7 +75,7 @@ def _token_blocks(dump: DumpFile, shape: tuple[int, int]) -> Iterator[RowBlock]:
 
     layers, top_k = shape
     step = 0
-    for batch in _batches(dump, schema, fault):
+    for batch in batches(dump, schema, fault):
         tokens = batch.num_rows
         lists = batch.column("layers")
         inner = lists.flatten()
@@ -197,7 +197,7 @@ def _pass_blocks(dump: DumpFile, layer_key: str, expert_key: str, iteration_key:
 
     held: list[pa.RecordBatch] = []
     state = _Iterations(dump)
-    for batch in _batches(dump, schema, fault):
+    for batch in batches(dump, schema, fault):
         widths = batch.column(expert_key).value_lengths().to_numpy(zero_copy_only=False)
         sound = (
             all(batch.column(index).null_count == 0 for index in range(3))
@@ -298,7 +298,7 @@ def _first_object(dump: DumpFile) -> dict[str, Any]:
     raise MalformedDump(f"{dump.path}, line {number}: no JSON object: is the dump truncated?")
 
 
-def _batches(dump: DumpFile, schema: pa.Schema, fault: Callable[[object], str | None]) -> Iterator[pa.RecordBatch]:
+def batches(dump: DumpFile, schema: pa.Schema, fault: Callable[[object], str | None]) -> Iterator[pa.RecordBatch]:
     """The file's records, only the columns of `schema`; any line that does not fit raises with its number."""
     block_bytes = _block_bytes(dump)
     try:

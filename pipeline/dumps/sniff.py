@@ -11,12 +11,15 @@ from pipeline.dumps import (
     jsonl,
     llama_cpp,
     llama_cpp_binary,
+    megatron,
     npz,
     rl_replay,
     route_csv,
     sglang,
     sglang_responses,
+    tensorrt_llm,
     torch_file,
+    vllm,
 )
 from pipeline.dumps.arrays import DAMAGE
 from pipeline.dumps.blocks import (
@@ -38,6 +41,9 @@ LAYOUTS: tuple[Layout, ...] = (
     *llama_cpp.LAYOUTS,
     *torch_file.layouts((*sglang.TREE_LAYOUTS, *rl_replay.TREE_LAYOUTS), sglang.TREE_NO_TRACES),
     *sglang_responses.LAYOUTS,
+    *vllm.LAYOUTS,
+    *megatron.LAYOUTS,
+    *tensorrt_llm.LAYOUTS,
     *npz.LAYOUTS,
     *route_csv.LAYOUTS,
     *events_csv.LAYOUTS,
@@ -104,9 +110,15 @@ def known() -> str:
 
 def _parse_folder(folder: DumpFolder, asked: Asked) -> ParsedDump:
     """The layout of the first file that any layout claims; files that are none of it are the parser's to judge."""
+    refused: RefusedDump | MalformedDump | None = None
     for file in folder.files:
-        with DumpFile(file) as dump:
-            sample = look(dump)
+        try:
+            with DumpFile(file) as dump:
+                sample = look(dump)
+        except (RefusedDump, MalformedDump) as error:
+            # It may be a sidecar (weights, hidden states), which the parser of the others knows by name.
+            refused = refused or error
+            continue
         for layout in LAYOUTS:
             if layout.claims(sample):
                 if layout.parse_folder is None:
@@ -118,6 +130,8 @@ def _parse_folder(folder: DumpFolder, asked: Asked) -> ParsedDump:
         for kind in NO_TRACES:
             if kind.claims(sample):
                 raise RefusedDump(f"{file}: {kind.reason}")
+    if refused is not None:
+        raise refused
     raise RefusedDump(f"{folder.path}: none of its {len(folder.files)} files is of a known layout. Known: {known()}")
 
 
