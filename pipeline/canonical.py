@@ -371,8 +371,8 @@ class Canonical:
         if warmup_rows:
             phase = phase.copy()
             phase[:warmup_rows] = PHASE_CODES["warmup"]
-        counted = np.ones(block.rows, dtype=np.bool_)
-        counted[:warmup_rows] = False
+        # A dump may say itself what was warm-up.
+        counted = phase != PHASE_CODES["warmup"]
         state = self.state
         repeated, ascending = _scan(
             layer, block.expert_ids, counted, state.last_row, state.counts, state.rows, state.window_start,
@@ -408,8 +408,9 @@ class Canonical:
         """First rows and steps of the block's records, pass kinds of its rows; checks that passes are whole."""
         changes = np.zeros(block.rows, dtype=bool)
         changes[0] = True
-        for values in (block.step, block.pass_in_step, block.layer, phase):
-            changes[1:] |= values[1:] != values[:-1]
+        for values in (block.step, block.pass_in_step, block.layer, phase, block.pass_kind):
+            if values is not None:
+                changes[1:] |= values[1:] != values[:-1]
         first_row = np.flatnonzero(changes)
         record_rows = np.diff(np.append(first_row, block.rows))
         step = block.step[first_row]
@@ -457,7 +458,10 @@ class Canonical:
                 "together, in ascending layers: are two streams written into one file?"
             )
         # A step of two passes holds a speculation that failed; either may have been cut short.
-        repeated = np.isin(pass_key[0], pass_key[0][pass_key[1] > 0]) if self.parsed.speculative else pass_key[0] < 0
+        failed = np.isin(kinds, (PASS_KIND_CODES["spec_rejected"], PASS_KIND_CODES["spec_fallback"]))
+        if self.parsed.speculative:
+            failed = pass_key[1] > 0
+        repeated = np.isin(pass_key[0], pass_key[0][failed])
         phase_of_pass = phase[first_row[starts]].astype(np.uint64)
         marks = np.add.reduceat(self.layer_marks[layer], starts) * np.uint64(8) + phase_of_pass
         for may_be_partial in (False, True):
@@ -687,9 +691,11 @@ class Canonical:
         if said is not None:
             return said
         sizes = self.parsed.layer_expert_bytes
+        if isinstance(sizes, int):
+            return [sizes] * len(layer_ids)
         if sizes is None or any(layer not in sizes for layer in layer_ids):
             return None
-        return [sizes[layer] for layer in layer_ids]
+        return [sizes[layer] for layer in layer_ids]  # type: ignore[return-value]
 
     def _checks(self) -> list[CheckRecord]:
         self._check_layers_present()

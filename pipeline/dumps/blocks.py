@@ -74,7 +74,8 @@ class ParsedDump:
     `blocks` can be walked once. `dropped_rows`, `missing_positions`, `checks` and `observations` are complete only
     afterwards. `layers_are_ordinals` means the dump lists layers without their numbers. `speculative` asks for the
     typing of passes by record width. `rank_known` is false where the layout loses router order, null where the ids
-    tell. `dropped_rows` counts, by reason, rows of the dump that are not in the trace; `missing_positions` token
+    tell. `layer_expert_bytes` is one size of all experts, one a layer, or those of each layer's experts.
+    `dropped_rows` counts, by reason, rows of the dump that are not in the trace; `missing_positions` token
     positions that the dump itself says were not captured. `checks` are the parser's own, of what only it can see.
     """
 
@@ -90,7 +91,7 @@ class ParsedDump:
     largest_storable_id: int | None = None
     top_k_model: int | None = None
     layers_are_ordinals: bool = False
-    layer_expert_bytes: dict[int, int] | None = None
+    layer_expert_bytes: int | dict[int, int] | dict[int, list[int]] | None = None
     pass_boundaries: str = "recorded"
     speculative: bool = False
     top_k_is_inferred: bool = False
@@ -117,7 +118,8 @@ class Sample:
 
     head: its first 64 KiB, unpacked. line: its first line that is not blank. value: that line as JSON, null where it is
     none. header: the first line that is not blank and no `#` comment. columns: that line's names, split at commas.
-    members: names in a zip (npz and torch files are such), else empty.
+    members: names in a zip (npz and torch files are such), else empty. parquet_keys, parquet_columns: keys of a Parquet
+    file's metadata and names of its columns.
     """
 
     head: bytes
@@ -126,6 +128,8 @@ class Sample:
     header: str
     columns: frozenset[str]
     members: tuple[str, ...] = ()
+    parquet_keys: frozenset[str] = frozenset()
+    parquet_columns: frozenset[str] = frozenset()
 
     def field(self, name: str) -> object | None:
         """A field of the first line's object; null where there is none."""

@@ -6,22 +6,29 @@ Names and suffixes are never looked at: published files lie about what they hold
 import json
 import zipfile
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from pipeline.dumps import (
     events_csv,
+    hook_arrays,
+    hooks,
     jsonl,
     llama_cpp,
     llama_cpp_binary,
     megatron,
     npz,
+    open_format,
     rl_replay,
     route_csv,
+    router_logits,
     sglang,
     sglang_responses,
     tensorrt_llm,
     torch_file,
     vllm,
 )
-from pipeline.dumps.arrays import DAMAGE
+from pipeline.dumps.arrays import DAMAGE, line_of
 from pipeline.dumps.blocks import (
     MAX_LINE_BYTES,
     Asked,
@@ -35,15 +42,28 @@ from pipeline.dumps.blocks import (
     RefusedDump,
     Sample,
 )
+from schemas.trace import METADATA_KEY
 
 LAYOUTS: tuple[Layout, ...] = (
+    *open_format.LAYOUTS,
     *llama_cpp_binary.LAYOUTS,
     *llama_cpp.LAYOUTS,
-    *torch_file.layouts((*sglang.TREE_LAYOUTS, *rl_replay.TREE_LAYOUTS), sglang.TREE_NO_TRACES),
+    *torch_file.layouts(
+        (
+            *sglang.TREE_LAYOUTS,
+            *rl_replay.TREE_LAYOUTS,
+            *router_logits.TREE_LAYOUTS,
+            *hook_arrays.TREE_LAYOUTS,
+        ),
+        sglang.TREE_NO_TRACES,
+    ),
     *sglang_responses.LAYOUTS,
     *vllm.LAYOUTS,
     *megatron.LAYOUTS,
     *tensorrt_llm.LAYOUTS,
+    *router_logits.LAYOUTS,
+    *hook_arrays.LAYOUTS,
+    *hooks.LAYOUTS,
     *npz.LAYOUTS,
     *route_csv.LAYOUTS,
     *events_csv.LAYOUTS,
@@ -58,6 +78,11 @@ _NO_ORDER = (
 NO_TRACES: tuple[NoTrace, ...] = (
     *llama_cpp_binary.NO_TRACES,
     *llama_cpp.NO_TRACES,
+    *hooks.NO_TRACES,
+    NoTrace(
+        lambda sample: METADATA_KEY.decode() in sample.parquet_keys,
+        "a canonical trace, which needs no ingest: put it into the folder traces of your data folder",
+    ),
     NoTrace(
         lambda sample: (
             {"layer_id", "expert_id", "count"} <= sample.columns or {"layer", "expert", "hits"} <= sample.columns
@@ -109,30 +134,38 @@ def known() -> str:
 
 
 def _parse_folder(folder: DumpFolder, asked: Asked) -> ParsedDump:
-    """The layout of the first file that any layout claims; files that are none of it are the parser's to judge."""
-    refused: RefusedDump | MalformedDump | None = None
+    """The layout of the first file that one claims; files that are none of it are the parser's to judge.
+
+    A torch file may be the sidecar of a dump of another kind, so that it decides only where no other file does.
+    """
+    said: RefusedDump | MalformedDump | None = None
+    found: tuple[Layout, str] | None = None
     for file in folder.files:
         try:
             with DumpFile(file) as dump:
                 sample = look(dump)
         except (RefusedDump, MalformedDump) as error:
             # It may be a sidecar (weights, hidden states), which the parser of the others knows by name.
-            refused = refused or error
+            said = said or error
             continue
-        for layout in LAYOUTS:
-            if layout.claims(sample):
-                if layout.parse_folder is None:
-                    raise RefusedDump(
-                        f"{folder.path}: {file.name} is a whole dump of its own ({layout.description}); ingest each "
-                        "file by itself"
-                    )
-                return layout.parse_folder(folder, asked)
-        for kind in NO_TRACES:
-            if kind.claims(sample):
-                raise RefusedDump(f"{file}: {kind.reason}")
-    if refused is not None:
-        raise refused
-    raise RefusedDump(f"{folder.path}: none of its {len(folder.files)} files is of a known layout. Known: {known()}")
+        layout = next((one for one in LAYOUTS if one.claims(sample)), None)
+        if layout is None:
+            reason = next((kind.reason for kind in NO_TRACES if kind.claims(sample)), None)
+            said = said or (RefusedDump(f"{file}: {reason}") if reason else None)
+        elif found is None or found[0].name == torch_file.NAME != layout.name:
+            found = layout, file.name
+        if found is not None and found[0].name != torch_file.NAME:
+            break
+    if found is None:
+        raise said or RefusedDump(
+            f"{folder.path}: none of its {len(folder.files)} files is of a known layout. Known: {known()}"
+        )
+    layout, name = found
+    if layout.parse_folder is None:
+        raise RefusedDump(
+            f"{folder.path}: {name} is a whole dump of its own ({layout.description}); ingest each file by itself"
+        )
+    return layout.parse_folder(folder, asked)
 
 
 def look(dump: DumpFile) -> Sample:
@@ -150,6 +183,8 @@ def look(dump: DumpFile) -> Sample:
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
+    if head.startswith(b"PAR1"):
+        return Sample(head, "", None, "", frozenset(), (), *_parquet_names(dump))
     members: tuple[str, ...] = ()
     if head.startswith(b"PK"):
         try:
@@ -162,7 +197,22 @@ def look(dump: DumpFile) -> Sample:
     return Sample(head, line, value, header, frozenset(name.strip() for name in header.split(",")), members)
 
 
+def _parquet_names(dump: DumpFile) -> tuple[frozenset[str], frozenset[str]]:
+    """(keys of the file's metadata, names of its columns)."""
+    try:
+        file = pq.ParquetFile(pa.PythonFile(dump.raw, mode="r"))
+        keys = [key.decode("utf-8", "replace") for key in file.metadata.metadata or {}]
+        return frozenset(keys), frozenset(file.schema_arrow.names)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise MalformedDump(
+            f"{dump.path}: truncated or damaged Parquet ({line_of(error)}); copy the dump again"
+        ) from None
+
+
 def _unknown(dump: DumpFile, sample: Sample) -> RefusedDump | MalformedDump:
+    if sample.head.startswith(b"PAR1"):
+        columns = ", ".join(sorted(sample.parquet_columns)[:8])
+        return RefusedDump(f"{dump.path}: Parquet of no known layout, columns {columns[:200]}. Known: {known()}")
     if sample.members:
         return npz.unknown(dump, sample.members)
     if not sample.line.startswith(("{", "[")):
@@ -197,8 +247,8 @@ def _refuse_binary(dump: DumpFile, head: bytes) -> None:
         raise RefusedDump(f"{dump.path}: a pickle, which is never loaded: it could run code; save npz or JSONL")
     if head.startswith(b"GGUF"):
         raise RefusedDump(f"{dump.path}: a GGUF file (imatrix counts or weights), not the routes of tokens")
-    if head.startswith(b"PAR1"):
-        raise RefusedDump(f"{dump.path}: Parquet; a canonical trace needs no ingest, raw dumps are text or npz")
+    if head.startswith(b"PAR1") and dump.is_packed:
+        raise RefusedDump(f"{dump.path}: Parquet inside gzip; unpack it (gunzip) and ingest what comes out")
     if head.startswith(b"PK") and dump.is_packed:
         raise RefusedDump(
             f"{dump.path}: an npz or torch file inside gzip; unpack the outer layer (gunzip) and ingest that"

@@ -36,6 +36,9 @@ from pipeline.dumps.blocks import (
     Sample,
 )
 
+NAME = "torch_file"
+"""The layout of all torch files; what lies in one has a name of its own in the trace."""
+
 MEMORY_BYTES = 1024**3
 """Private memory of a loader beside torch itself and the mapped file."""
 
@@ -151,7 +154,7 @@ def layouts(known: Sequence[TreeLayout], no_traces: Sequence[TreeNoTrace] = ()) 
         return first.parse_folder(loaded, folder, asked)
 
     description = "torch files: " + ", ".join(layout.description for layout in known)
-    return (Layout("torch_file", description, is_torch, parse, parse_folder),)
+    return (Layout(NAME, description, is_torch, parse, parse_folder),)
 
 
 def load(dump: DumpFile, asked: Asked) -> Loaded:
