@@ -21,7 +21,9 @@ import polars as pl
 
 from pipeline.bundle import UnusableBundle, add_bundle, shipped, write_bundle
 from pipeline.dumps.blocks import MalformedDump, RefusedDump
+from pipeline.export import FORMATS, CannotHold, export
 from pipeline.ingest import Ingested, WrongMetadata, ingest, inspect, read_user_metadata
+from pipeline.model_sizes import read_model
 from pipeline.replays import Conditions, ReplayFailed, compiling_ahead, pool_of, replay_all, usable_mechanism
 from pipeline.results import stale_traces
 from replayer.command import Parser, choice, count, run
@@ -67,6 +69,10 @@ exit codes: 0 done, 1 the work failed (bad data, interrupted), 2 the call was wr
 MAX_ROWS_SHOWN = 200
 # Plain memory as destination: torch would take more memory than the whole pool of the sample.
 _DEMO_CONDITIONS = Conditions(steps="0:200", device="none", wait_s=10)
+_MODEL_HELP = (
+    "a file of the model that says what the dump leaves open (layers, experts, k, bytes of each expert): a GGUF file, "
+    "model.safetensors.index.json with its shards, or config.json"
+)
 _META_HELP = "what the dump does not say, as key=value (repeatable); a file <dump>.toml beside it does the same"
 
 
@@ -106,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--trace-id", metavar="ID", help="name the trace yourself (one dump only)")
     command.add_argument("--meta", action="append", default=[], metavar="KEY=VALUE", help=_META_HELP)
+    command.add_argument("--model", type=Path, metavar="PATH", help=_MODEL_HELP)
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
     command = add(
@@ -113,6 +120,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("dump", type=Path, metavar="DUMP")
     command.add_argument("--meta", action="append", default=[], metavar="KEY=VALUE", help=_META_HELP)
+    command.add_argument("--model", type=Path, metavar="PATH", help=_MODEL_HELP)
+    command.add_argument("--json", action="store_true", help="print one JSON document")
+
+    command = add(
+        "export", _export, "Writes a trace as a raw dump that other programs read, in a layout that holds it."
+    )
+    command.add_argument("trace", metavar="TRACE_ID")
+    layouts = "; ".join(f"{name}: {writer.description}" for name, writer in FORMATS.items())
+    command.add_argument("--format", required=True, type=choice(tuple(FORMATS)), metavar="FORMAT", help=layouts)
+    command.add_argument("--out", type=Path, required=True, metavar="FILE", help="replaced if it is there")
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
     command = add("run", _run, "Runs the analyses of traces, then fills the warehouse and writes the report.")
@@ -186,13 +203,14 @@ def _ingest(arguments: argparse.Namespace) -> int:
     if arguments.trace_id is not None and len(arguments.dumps) > 1:
         raise WrongCall("--trace-id names one trace; pass one dump with it")
     data = _folder(arguments)
+    model = None if arguments.model is None else read_model(arguments.model)
     done: list[Ingested] = []
     failures = 0
     for path in arguments.dumps:
         with _Progress(f"ingesting {path.name}"):
             try:
                 user = read_user_metadata(path, arguments.meta)
-                done.append(ingest(path, data, user, trace_id=arguments.trace_id))
+                done.append(ingest(path, data, user, trace_id=arguments.trace_id, model=model))
             except (MalformedDump, RefusedDump, ContractViolation, MalformedTrace, OSError) as error:
                 # The other dumps of the call are still wanted; the exit code tells.
                 if len(arguments.dumps) == 1 or arguments.debug:
@@ -231,8 +249,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
     import tempfile
 
     user = read_user_metadata(arguments.dump, arguments.meta)
+    model = None if arguments.model is None else read_model(arguments.model)
     with tempfile.TemporaryDirectory(prefix="expert-tier-") as spool, _Progress(f"reading {arguments.dump.name}"):
-        metadata = inspect(arguments.dump, user, Path(spool))
+        metadata = inspect(arguments.dump, user, Path(spool), model=model)
     if arguments.json:
         document = {
             "dump": str(arguments.dump),
@@ -266,6 +285,23 @@ def _described(metadata: TraceMetadata) -> list[str]:
         f"({by_phase}), {counts.accepted_tokens:,} accepted tokens",
         f"  unknown: {', '.join(metadata.unknowns) or 'nothing'}",
     ]
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    data = _folder(arguments)
+    trace = _trace_file(data, arguments.trace)
+    if arguments.out.exists() and arguments.out.samefile(trace):
+        raise WrongCall(f"--out {arguments.out}: the trace itself; name another file")
+    with _Progress(f"exporting {arguments.trace}"):
+        done = export(trace, arguments.format, arguments.out)
+    if arguments.json:
+        document = {"trace_id": arguments.trace, "format": arguments.format, "out": str(arguments.out)}
+        print(json.dumps({**document, "rows": done.rows, "left_out": done.left_out}))
+        return 0
+    print(f"{arguments.trace}: {done.rows:,} rows as {arguments.format} → {arguments.out}")
+    if done.left_out:
+        print(f"  note: the layout has no place for {', '.join(done.left_out)}")
+    return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -359,11 +395,15 @@ def _lookahead(arguments: argparse.Namespace) -> int:
 
 
 def _trace_of(data: DataFolder, trace_id: str) -> Trace:
+    return read_trace(_trace_file(data, trace_id))
+
+
+def _trace_file(data: DataFolder, trace_id: str) -> Path:
     there = data.trace_ids()
     if trace_id not in there:
         known = f"known: {', '.join(there[:5])}" if there else "make one with: expert-tier ingest DUMP"
         raise WrongCall(f"no trace {trace_id[:80]!r} in {data.traces}; {known}")
-    return read_trace(data.trace_file(trace_id))
+    return data.trace_file(trace_id)
 
 
 def _recalled(row: dict[str, Any]) -> list[str]:
@@ -656,7 +696,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong_call: tuple[type[Exception], ...] = (WrongCall, WrongMetadata, UnusableRequest)
     failed: tuple[type[Exception], ...] = (
         MalformedDump, RefusedDump, MalformedTrace, MalformedPlan, ContractViolation, UnknownTrace, UnusableBundle,
-        WorkFailed,
+        WorkFailed, CannotHold,
     )  # fmt: skip
     from warehouse.build import QueryFailed, WarehouseMissing
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from pipeline import canonical
+from pipeline import canonical, model_sizes
 from pipeline.canonical import Canonical
 from pipeline.dumps import sniff
 from pipeline.dumps.blocks import ROWS_PER_BLOCK, Asked, Dump, DumpFile, DumpFolder, MalformedDump
@@ -27,6 +27,7 @@ from schemas.trace import (
     MAX_TOP_K,
     METADATA_KEY,
     TRACE_ID_PATTERN,
+    ModelFile,
     Source,
     TraceMetadata,
     UserMetadata,
@@ -113,13 +114,15 @@ def open_dump(path: Path) -> Dump:
     return DumpFolder(path) if path.is_dir() else DumpFile(path)
 
 
-def identity(dump: Dump, user: UserMetadata) -> tuple[str, str]:
-    """(SHA-256 of the bytes, of bytes and user-given metadata), hexadecimal."""
+def identity(dump: Dump, user: UserMetadata, model: ModelFile | None = None) -> tuple[str, str]:
+    """(SHA-256 of the bytes, of bytes, user-given metadata and what a model file said), hexadecimal."""
     digest = dump.sha256()
     source = digest.hexdigest()
     said = user.model_dump(exclude_none=True)
     if said:
         digest.update(b"\0" + json.dumps(said, sort_keys=True).encode())
+    if model is not None:
+        digest.update(b"\0model\0" + json.dumps(model.model_dump(), sort_keys=True).encode())
     return source, digest.hexdigest()
 
 
@@ -129,8 +132,12 @@ def slug(file_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", stem).strip("-")[:60] or "dump"
 
 
-def ingest(path: Path, data: DataFolder, user: UserMetadata, *, trace_id: str | None = None) -> Ingested:
+def ingest(
+    path: Path, data: DataFolder, user: UserMetadata, *, trace_id: str | None = None, model: ModelFile | None = None
+) -> Ingested:
     """The canonical trace of a dump, written unless it is already there.
+
+    Without a model file the trace that the dump became with one is its trace, too, if there is no other.
 
     Raises:
         MalformedDump, RefusedDump: the dump is broken or can be no trace, or `trace_id` is taken. OSError: I/O.
@@ -139,10 +146,11 @@ def ingest(path: Path, data: DataFolder, user: UserMetadata, *, trace_id: str | 
         raise MalformedDump(f"--trace-id {trace_id!r}: wanted lower-case letters, digits, `.`, `_`, `-`, at most 128")
     remove_stale(data.traces)
     with open_dump(path) as dump:
-        source_sha256, whole = identity(dump, user)
+        source_sha256, whole = identity(dump, user, model)
         given, trace_id = trace_id, trace_id or f"{slug(path.name)}-{whole[:12]}"
-        there = _same_dump(data, source_sha256, user)
+        there = _same_dump(data, source_sha256, user, model)
         if there is not None:
+            model = there.model_file
             if given is not None and there.trace_id != given:
                 raise MalformedDump(
                     f"{path}: already ingested as {there.trace_id}, and the same dump is one trace; use that id, or "
@@ -164,28 +172,28 @@ def ingest(path: Path, data: DataFolder, user: UserMetadata, *, trace_id: str | 
             source = _readable_source(target)
             if there is None and source is not None and source.sha256 != source_sha256:
                 raise MalformedDump(f"{path}: trace id {target.stem} was taken meanwhile; choose another --trace-id")
-            twin = _same_dump(data, source_sha256, user)
+            twin = _same_dump(data, source_sha256, user, model)
             if twin is not None and twin.trace_id != target.stem:
                 raise MalformedDump(f"{path}: ingested as {twin.trace_id} meanwhile, and the same dump is one trace")
 
         with publish(target, claim=claim) as temporary:
             source = (path, source_sha256)
-            metadata = _write(dump, temporary, source, user, trace_id, supersedes, data.traces)
+            metadata = _write(dump, temporary, source, user, model, trace_id, supersedes, data.traces)
             validate_trace(trace_parts(temporary), metadata)
             dump.check_unchanged()
     return Ingested(metadata, target, is_new=True)
 
 
-def inspect(path: Path, user: UserMetadata, spool_folder: Path) -> TraceMetadata:
+def inspect(path: Path, user: UserMetadata, spool_folder: Path, *, model: ModelFile | None = None) -> TraceMetadata:
     """The metadata a dump's trace would have, with every check run; nothing is kept.
 
     Raises:
         As `ingest`.
     """
     with open_dump(path) as dump:
-        source_sha256, whole = identity(dump, user)
+        source_sha256, whole = identity(dump, user, model)
         trace_id = f"{slug(path.name)}-{whole[:12]}"
-        metadata = _write(dump, None, (path, source_sha256), user, trace_id, None, spool_folder)
+        metadata = _write(dump, None, (path, source_sha256), user, model, trace_id, None, spool_folder)
         dump.check_unchanged()
         return metadata
 
@@ -194,7 +202,7 @@ def trace_id_for(path: Path, data: DataFolder, user: UserMetadata) -> str:
     """The id of the dump's trace: the one it has in the folder, else the one it will have."""
     with open_dump(path) as dump:
         source_sha256, whole = identity(dump, user)
-    there = _same_dump(data, source_sha256, user)
+    there = _same_dump(data, source_sha256, user, None)
     return there.trace_id if there else f"{slug(path.name)}-{whole[:12]}"
 
 
@@ -226,11 +234,16 @@ def stored_metadata(data: DataFolder) -> Iterator[TraceMetadata]:
             yield read_stored(data, trace_id)
 
 
-def _same_dump(data: DataFolder, source_sha256: str, user: UserMetadata) -> TraceMetadata | None:
+def _same_dump(
+    data: DataFolder, source_sha256: str, user: UserMetadata, model: ModelFile | None
+) -> TraceMetadata | None:
+    with_a_model = None
     for metadata in stored_metadata(data):
         if metadata.source.sha256 == source_sha256 and metadata.user_metadata == user:
-            return metadata
-    return None
+            if metadata.model_file == model:
+                return metadata
+            with_a_model = with_a_model or metadata
+    return with_a_model if model is None else None
 
 
 def _superseded(data: DataFolder, path: Path, whole: str) -> str | None:
@@ -249,16 +262,18 @@ def _write(
     target: Path | None,
     source: tuple[Path, str],
     user: UserMetadata,
+    model: ModelFile | None,
     trace_id: str,
     supersedes: str | None,
     spool_folder: Path,
 ) -> TraceMetadata:
-    parsed = sniff.parse(dump, Asked(user, spool_folder))
+    parsed = sniff.parse(dump, Asked(model_sizes.filled(user, model), spool_folder))
     if parsed.top_k > MAX_TOP_K:
         raise MalformedDump(
             f"{dump.path}: {parsed.top_k} experts per token, at most {MAX_TOP_K} are supported; are they scores?"
         )
-    rows = Canonical(dump.path, parsed, user)
+    said = user if model is None else model_sizes.fill(dump.path, parsed, user, model)
+    rows = Canonical(dump.path, parsed, said)
     schema = arrow_schema(parsed.top_k)
     with contextlib.ExitStack() as stack:
         writer = None
@@ -276,6 +291,9 @@ def _write(
         if writing is not None:
             writing.result()
         metadata = rows.metadata(source, trace_id, supersedes, dump.size_bytes)
+        if model is not None:
+            model_sizes.check_layers(dump.path, metadata.moe_layer_ids, model)
+            metadata = metadata.model_copy(update={"user_metadata": user, "model_file": model})
         if writer is not None:
             writer.add_key_value_metadata({METADATA_KEY: metadata.model_dump_json().encode()})
     return metadata

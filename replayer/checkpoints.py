@@ -57,6 +57,10 @@ _MAX_DIMENSIONS = 4
 _LAYER_WORDS = frozenset({"layers", "layer", "blocks", "h"})
 _HIDDEN_LAYERS = ("num_hidden_layers", "n_layers", "n_layer")
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+_TOP_K = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",
+    "num_selected_experts",
+)  # fmt: skip
 _NESTED_CONFIGS = ("text_config", "language_config", "llm_config")
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)", re.ASCII)
 
@@ -102,7 +106,9 @@ class Experts:
     """The routed experts of a checkpoint.
 
     `scheme` is the format and the pattern of the names. `files` are real paths, each with at least one slice.
-    experts_per_layer: layer → experts, by layer. `slices` are sorted by layer, expert, file and offset.
+    experts_per_layer: layer → experts, by layer. `slices` are sorted by layer, expert, file and offset. hidden_layers,
+    predicting_layers (those behind them that predict further tokens) and top_k are what the checkpoint says of itself,
+    null or 0 where it does not.
     """
 
     scheme: str
@@ -111,6 +117,9 @@ class Experts:
     experts_per_layer: dict[int, int]
     slices: list[Slice]
     left_out: tuple[LeftOut, ...]
+    hidden_layers: int | None = None
+    predicting_layers: int = 0
+    top_k: int | None = None
 
 
 class _Header(NamedTuple):
@@ -142,6 +151,8 @@ class _Declared(NamedTuple):
 
     layers: tuple[int, str] | None
     experts: tuple[int, str] | None
+    top_k: int | None = None
+    predicting_layers: int = 0
 
 
 def find_experts(model: Path) -> Experts:
@@ -186,6 +197,9 @@ def find_experts(model: Path) -> Experts:
         experts_per_layer=experts_per_layer,
         slices=slices,
         left_out=(*left_out.all(), *shared.all()),
+        hidden_layers=None if declared.layers is None else declared.layers[0],
+        predicting_layers=declared.predicting_layers,
+        top_k=declared.top_k,
     )
 
 
@@ -575,23 +589,53 @@ def _check_index(index: Path, headers: list[_Header]) -> None:
         )
 
 
+class Config:
+    """A config.json: its own values, and those of the text model that it nests.
+
+    Raises:
+        MalformedCheckpoint: no JSON object. OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        whole = _read_json(path)
+        nested = [whole.get(name) for name in _NESTED_CONFIGS]
+        self.texts: list[dict[str, Any]] = [whole, *(one for one in nested if isinstance(one, dict))]
+
+    def first(self, *keys: str) -> tuple[int, str] | None:
+        """The first of the keys that holds a positive whole number, and that key."""
+        for text in self.texts:
+            for key in keys:
+                if type(text.get(key)) is int and text[key] > 0:
+                    return text[key], key
+        return None
+
+    @property
+    def hidden_layers(self) -> tuple[int, str] | None:
+        return self.first(*_HIDDEN_LAYERS)
+
+    @property
+    def experts(self) -> tuple[int, str] | None:
+        return self.first(*_EXPERTS)
+
+    @property
+    def top_k(self) -> tuple[int, str] | None:
+        return self.first(*_TOP_K)
+
+
 def _declared_by_config(folder: Path) -> _Declared:
     """What config.json beside the files says; nothing where there is none."""
     path = folder / "config.json"
     if not path.exists():
         return _Declared(None, None)
-    config = _read_json(path)
-    nested = [config.get(name) for name in _NESTED_CONFIGS]
-    texts = [config, *(one for one in nested if isinstance(one, dict))]
+    config = Config(path)
 
-    def first(keys: tuple[str, ...]) -> tuple[int, str] | None:
-        for text in texts:
-            for key in keys:
-                if type(text.get(key)) is int and text[key] > 0:
-                    return text[key], f"{path.name} has {key} {text[key]}"
-        return None
+    def worded(found: tuple[int, str] | None) -> tuple[int, str] | None:
+        return None if found is None else (found[0], f"{path.name} has {found[1]} {found[0]}")
 
-    return _Declared(first(_HIDDEN_LAYERS), first(_EXPERTS))
+    return _Declared(
+        worded(config.hidden_layers), worded(config.experts), None if config.top_k is None else config.top_k[0]
+    )
 
 
 def _declared_by_gguf(headers: list[_Header]) -> _Declared:
@@ -608,8 +652,12 @@ def _declared_by_gguf(headers: list[_Header]) -> _Declared:
         )
     elif isinstance(blocks, int) and blocks > 0:
         layers = (blocks, f"{name}.block_count is {blocks}")
+    top_k = values.get(f"{name}.expert_used_count")
     return _Declared(
-        layers, (experts, f"{name}.expert_count is {experts}") if isinstance(experts, int) and experts > 0 else None
+        layers,
+        (experts, f"{name}.expert_count is {experts}") if isinstance(experts, int) and experts > 0 else None,
+        top_k if isinstance(top_k, int) and top_k > 0 else None,
+        predicting if isinstance(blocks, int) and isinstance(predicting, int) and 0 < predicting < blocks else 0,
     )
 
 

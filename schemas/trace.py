@@ -142,6 +142,21 @@ class EngineObservation(_Model):
     misses: NonNegativeInt
 
 
+class ModelFile(_Model):
+    """What a model file said of the routed experts: its content, wherever it lay."""
+
+    kind: Literal["gguf", "safetensors", "config"]
+    hidden_layers: NumLayers | None
+    predicting_layers: NonNegativeInt = Field(description="layers behind them that predict further tokens")
+    moe_layer_ids: list[LayerId] | None
+    num_experts: NumExperts | None
+    top_k_model: TopK | None
+    expert_bytes: ExpertBytes | list[ExpertBytes] | list[list[ExpertBytes]] | None = Field(
+        description="one size, or in the order of moe_layer_ids one per layer or a list with one per expert"
+    )
+    sizes_from: Text = Field(description="how sizes were found: `tensors`, a formula in words, or why they were not")
+
+
 class TraceMetadata(_Model):
     """The JSON under the Parquet key `expert_tier`. Unknown is null, and shown as unknown."""
 
@@ -168,6 +183,7 @@ class TraceMetadata(_Model):
     pass_boundaries: Literal["recorded", "assumed_per_token"]
     source: Source
     user_metadata: UserMetadata
+    model_file: ModelFile | None = Field(default=None, description="null if no model file was named")
     parser_version: int
     counts: Counts
     checks: list[CheckRecord]

@@ -486,9 +486,8 @@ def _rows_of_records(records: pa.RecordBatch, top_k: int) -> _Rows:
     numbers = {name: _numbers(records.column(name), limit) for name, limit in _NUMBERS.items()}
     if records.column("step_id").null_count or records.column("layer_id").null_count:
         raise _BadRecord
-    request, position = (_row_numbers(records.column(name), lengths) for name in _ROW_NUMBERS)
-    if (request is not None and (request < 0).any()) or (position is not None and position.min(initial=0) < -1):
-        raise _BadRecord
+    request = _row_numbers(records.column("request_id"), lengths, missing=0)
+    position = _row_numbers(records.column("token_position"), lengths, missing=-1)
     weights, present = _rows_of_lists(records.column("router_weights"), lengths)
     kept = None
     if weights is not None:
@@ -502,8 +501,8 @@ def _rows_of_records(records: pa.RecordBatch, top_k: int) -> _Rows:
     return _Rows(
         step=np.repeat(numbers["step_id"], lengths),
         pass_id=np.repeat(numbers["pass_id"], lengths),
-        request=np.zeros(rows, dtype=np.int64) if request is None else request,
-        position=np.full(rows, -1, dtype=np.int64) if position is None else position,
+        request=request,
+        position=position,
         phase=np.repeat(_codes(records.column("phase"), PHASES, "unknown"), lengths),
         pass_kind=np.repeat(_codes(records.column("pass_kind"), PASS_KINDS, "normal"), lengths),
         layer=np.repeat(numbers["layer_id"].astype(np.int32), lengths),
@@ -543,14 +542,14 @@ def _rows_of_lists(column: pa.ListArray, lengths: npt.NDArray[np.int64]) -> tupl
     return column.flatten(), np.flatnonzero(np.repeat(present, lengths))
 
 
-def _row_numbers(column: pa.ListArray, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-    """(R,) a number a row, −1 where a record has none."""
+def _row_numbers(column: pa.ListArray, lengths: npt.NDArray[np.int64], *, missing: int) -> npt.NDArray[np.int64]:
+    """(R,) a number a row, `missing` where a record has none."""
     values, present = _rows_of_lists(column, lengths)
+    numbers = np.full(int(lengths.sum()), missing, dtype=np.int64)
     if values is None:
-        return None
+        return numbers
     if values.null_count or (len(values) and pc.min(values).as_py() < 0):
         raise _BadRecord
-    numbers = np.full(int(lengths.sum()), -1, dtype=np.int64)
     numbers[present] = values.to_numpy()
     return numbers
 
