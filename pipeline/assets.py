@@ -22,10 +22,10 @@ from pipeline.checks import (
     schema_check_result,
     schema_check_specs,
 )
-from pipeline.dumps.blocks import MalformedDump
+from pipeline.dumps.blocks import UNFINISHED, MalformedDump
 from pipeline.hit_rates import hit_rate as simulate_hit_rate
 from pipeline.hit_rates import miss_ratio_curve as simulate_miss_ratio_curve
-from pipeline.ingest import ingest, read_stored, read_user_metadata, trace_id_for
+from pipeline.ingest import ingest, is_pattern, read_stored, read_user_metadata, trace_id_for
 from pipeline.inversion import INPUTS, PARTITION, inversion_rows, stored_inversion, synthetic_trace
 from pipeline.locality import OVERLAP_TOP_EXPERTS
 from pipeline.locality import domain_overlap as measure_domain_overlap
@@ -69,7 +69,7 @@ def dump_of(data: DataFolder, trace_id: str) -> Path:
     if data.trace_file(trace_id).exists():
         source = read_stored(data, trace_id).source
         path = Path(source.folder) / source.file
-        if path.is_file():
+        if path.exists() or is_pattern(path):
             return path
     for path in sorted(data.dumps.iterdir()) if data.dumps.is_dir() else ():
         if is_dump(path) and trace_id_for(path, data, read_user_metadata(path)) == trace_id:
@@ -78,8 +78,9 @@ def dump_of(data: DataFolder, trace_id: str) -> Path:
 
 
 def is_dump(path: Path) -> bool:
-    """Whether a file in the dumps folder is meant as a dump: not hidden, not temporary, no metadata beside one."""
-    return path.is_file() and not path.name.startswith(".") and path.suffix not in (".toml", ".tmp", ".part")
+    """Whether a file or folder in the dumps folder is meant as a dump: not hidden, not unfinished, no metadata."""
+    is_there = path.is_file() or path.is_dir()
+    return is_there and not path.name.startswith(".") and path.suffix not in (".toml", *UNFINISHED)
 
 
 @dg.asset(

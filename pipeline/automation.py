@@ -3,12 +3,15 @@
 Native replays need a quiet machine and append, so nothing here starts one unless somebody turns its schedule on.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import dagster as dg
 
 from pipeline.assets import DUMP_TAG, OVER_TRACES, PER_TRACE, REPLAYS, TRACES, DataFolderResource, inversion, is_dump
+from pipeline.dumps.blocks import UNFINISHED
 from pipeline.ingest import metadata_file, read_user_metadata, trace_id_for
 from pipeline.replays import unreplayed_traces
 from pipeline.results import stale_traces
@@ -32,7 +35,8 @@ replay_job = dg.define_asset_job(
 def new_dumps(folder: DataFolder, cursor: str | None) -> tuple[list[tuple[str, str]], str, list[str]]:
     """(trace_id, file name) of dumps that are complete and not seen yet, the next cursor, and what is waited for.
 
-    A dump counts as complete once size and time of last change are what they were at the tick before.
+    A dump counts as complete once size and time of last change are what they were at the tick before; a folder, which
+    is one dump, once that holds for everything in it and nothing in it is named as an unfinished copy.
     """
     seen: dict[str, list[object]] = json.loads(cursor) if cursor else {}
     now: dict[str, list[object]] = {}
@@ -44,7 +48,14 @@ def new_dumps(folder: DataFolder, cursor: str | None) -> tuple[list[tuple[str, s
             continue
         beside = metadata_file(path)
         watched = [path] if beside is None else [path, beside]
-        state = [[file.stat().st_size, file.stat().st_mtime_ns] for file in watched]
+        try:
+            state = [_state(file) for file in watched]
+        except OSError:
+            # Gone since it was listed.
+            continue
+        if None in state:
+            waiting.append(path.name)
+            continue
         before = seen.get(path.name)
         if before is None or before[0] != state:
             now[path.name] = [state, False]
@@ -53,8 +64,8 @@ def new_dumps(folder: DataFolder, cursor: str | None) -> tuple[list[tuple[str, s
             now[path.name] = before
         else:
             now[path.name] = [state, True]
-            hashed_bytes += path.stat().st_size
             try:
+                hashed_bytes += _stored_bytes(path)
                 trace_id = trace_id_for(path, folder, read_user_metadata(path))
                 # Ids end in the hash: the same dump under two names in one tick is still one trace.
                 if not any(other.rsplit("-")[-1] == trace_id.rsplit("-")[-1] for other, _ in found):
@@ -62,6 +73,25 @@ def new_dumps(folder: DataFolder, cursor: str | None) -> tuple[list[tuple[str, s
             except (ValueError, OSError) as error:
                 waiting.append(f"{path.name}: {error}")
     return found, json.dumps(now), waiting
+
+
+def _state(path: Path) -> list[object] | None:
+    """What changes when the dump does; null for a folder that is empty or still being filled."""
+    found = path.stat()
+    if not path.is_dir():
+        return [found.st_size, found.st_mtime_ns]
+    digest, files = hashlib.sha256(), 0
+    for entry in sorted(path.iterdir()):
+        if entry.suffix in UNFINISHED:
+            return None
+        of_entry = entry.lstat()
+        digest.update(f"{entry.name}\0{of_entry.st_size}\0{of_entry.st_mtime_ns}\0".encode("utf-8", "surrogateescape"))
+        files += 1
+    return [files, digest.hexdigest()] if files else None
+
+
+def _stored_bytes(path: Path) -> int:
+    return sum(file.lstat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
 
 
 @dg.sensor(

@@ -10,8 +10,10 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -21,12 +23,13 @@ import polars as pl
 
 from pipeline.bundle import UnusableBundle, add_bundle, shipped, write_bundle
 from pipeline.dumps.blocks import MalformedDump, RefusedDump
+from pipeline.dumps.packing import Unpacking
 from pipeline.export import FORMATS, CannotHold, export
-from pipeline.ingest import Ingested, WrongMetadata, ingest, inspect, read_user_metadata
+from pipeline.ingest import Ingested, Reading, WrongMetadata, ingest, inspect, name_of, read_user_metadata
 from pipeline.model_sizes import read_model
 from pipeline.replays import Conditions, ReplayFailed, compiling_ahead, pool_of, replay_all, usable_mechanism
 from pipeline.results import stale_traces
-from replayer.command import Parser, choice, count, run
+from replayer.command import Parser, byte_size, choice, count, run
 from replayer.machine import storage_of
 from replayer.plan import MalformedPlan, write_plan
 from replayer.pool import MalformedPool, Pool
@@ -108,11 +111,14 @@ def _parser() -> argparse.ArgumentParser:
         "ingest", _ingest, "Turns raw router dumps into canonical traces; a dump already there is not repeated."
     )
     command.add_argument(
-        "dumps", nargs="+", type=Path, metavar="DUMP", help="npz, route CSV v1, JSONL, events CSV; or .gz"
-    )
+        "dumps", nargs="+", type=Path, metavar="DUMP",
+        help="npz, route CSV v1, JSONL, events CSV; packed (gz, zst, xz, bz2, zip) or not. A folder, or a pattern in "
+        "quotes ('run/rank*.jsonl'), is one dump of several files",
+    )  # fmt: skip
     command.add_argument("--trace-id", metavar="ID", help="name the trace yourself (one dump only)")
     command.add_argument("--meta", action="append", default=[], metavar="KEY=VALUE", help=_META_HELP)
     command.add_argument("--model", type=Path, metavar="PATH", help=_MODEL_HELP)
+    _add_unpacking(command)
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
     command = add(
@@ -121,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("dump", type=Path, metavar="DUMP")
     command.add_argument("--meta", action="append", default=[], metavar="KEY=VALUE", help=_META_HELP)
     command.add_argument("--model", type=Path, metavar="PATH", help=_MODEL_HELP)
+    _add_unpacking(command)
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
     command = add(
@@ -185,6 +192,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_unpacking(command: argparse.ArgumentParser) -> None:
+    default = Unpacking()
+    command.add_argument(
+        "--max-unpacked", type=byte_size, default=default.max_bytes, metavar="SIZE",
+        help=f"most that a packed dump may become, all its files together (default: {format_bytes(default.max_bytes)})",
+    )  # fmt: skip
+    command.add_argument(
+        "--max-ratio", type=count, default=default.max_ratio, metavar="N",
+        help="most times its stored size that a packed file may become (default: %(default)s)",
+    )  # fmt: skip
+
+
+def _unpacking(arguments: argparse.Namespace) -> Unpacking:
+    return Unpacking(max_bytes=arguments.max_unpacked, max_ratio=arguments.max_ratio)
+
+
 def _folder(arguments: argparse.Namespace) -> DataFolder:
     root = arguments.data or os.environ.get(ENVIRONMENT_VARIABLE) or "data"
     try:
@@ -207,10 +230,21 @@ def _ingest(arguments: argparse.Namespace) -> int:
     done: list[Ingested] = []
     failures = 0
     for path in arguments.dumps:
-        with _Progress(f"ingesting {path.name}"):
+        reading = Reading()
+        with _Progress(f"ingesting {path.name or name_of(path)}", reading):
             try:
                 user = read_user_metadata(path, arguments.meta)
-                done.append(ingest(path, data, user, trace_id=arguments.trace_id, model=model))
+                done.append(
+                    ingest(
+                        path,
+                        data,
+                        user,
+                        trace_id=arguments.trace_id,
+                        model=model,
+                        unpacking=_unpacking(arguments),
+                        reading=reading,
+                    )
+                )
             except (MalformedDump, RefusedDump, ContractViolation, MalformedTrace, OSError) as error:
                 # The other dumps of the call are still wanted; the exit code tells.
                 if len(arguments.dumps) == 1 or arguments.debug:
@@ -250,8 +284,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     user = read_user_metadata(arguments.dump, arguments.meta)
     model = None if arguments.model is None else read_model(arguments.model)
-    with tempfile.TemporaryDirectory(prefix="expert-tier-") as spool, _Progress(f"reading {arguments.dump.name}"):
-        metadata = inspect(arguments.dump, user, Path(spool), model=model)
+    reading, name = Reading(), arguments.dump.name or name_of(arguments.dump)
+    with tempfile.TemporaryDirectory(prefix="expert-tier-") as spool, _Progress(f"inspecting {name}", reading):
+        metadata = inspect(
+            arguments.dump, user, Path(spool), model=model, unpacking=_unpacking(arguments), reading=reading
+        )
     if arguments.json:
         document = {
             "dump": str(arguments.dump),
@@ -668,21 +705,59 @@ def _fit(rates: pl.DataFrame) -> str:
 
 
 class _Progress:
-    """A line on a terminal while something runs; silent in a pipe."""
+    """A line on a terminal while something runs, with bytes, rate and end time of what is read; silent in a pipe."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, reading: Reading | None = None) -> None:
+        self.what, self.reading = what, reading
         self.shown = sys.stderr.isatty()
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> "_Progress":
         self.started = time.monotonic()
         if self.shown:
             print(f"{self.what} …", end="", file=sys.stderr, flush=True)
+            if self.reading is not None:
+                self._watcher.start()
         return self
+
+    def _watch(self) -> None:
+        assert self.reading is not None
+        stage, since = "", time.monotonic()
+        columns = shutil.get_terminal_size().columns
+        while not self._over.wait(PROGRESS_SECONDS):
+            if (now := self.reading.stage) != stage:
+                stage, since = now, time.monotonic()
+            dump = self.reading.dump
+            if dump is None:
+                continue
+            line = f"{self.what}: {reading_text(stage, dump.read_bytes, dump.size_bytes, time.monotonic() - since)}"
+            print(f"\r{line[: columns - 1]}\x1b[K", end="", file=sys.stderr, flush=True)
 
     def __exit__(self, *exc: object) -> None:
         if self.shown:
-            print(f"\r{self.what}: {time.monotonic() - self.started:.1f} s", file=sys.stderr, flush=True)
+            self._over.set()
+            if self._watcher.is_alive():
+                self._watcher.join()
+            print(f"\r{self.what}: {time.monotonic() - self.started:.1f} s\x1b[K", file=sys.stderr, flush=True)
+
+
+PROGRESS_SECONDS = 0.5
+"""Between two looks at how far a dump is read."""
+
+
+def reading_text(stage: str, done: int, size: int, seconds: float, now: datetime | None = None) -> str:
+    """How far `done` of `size` stored bytes is, at what rate, and when it ends at that rate."""
+    if not done or not seconds:
+        return f"{stage}, {format_bytes(size)}"
+    if done >= size:
+        return f"{stage}, all of {format_bytes(size)} read, not done yet"
+    left = (size - done) * seconds / done
+    end = (now or datetime.now().astimezone()) + timedelta(seconds=left)
+    return (
+        f"{stage}, {done / size:.0%} of {format_bytes(size)}, {format_bytes(int(done / seconds))}/s, "
+        f"{left:.0f} s left, ends {end:%H:%M:%S}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

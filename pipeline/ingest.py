@@ -5,12 +5,13 @@ an error that says where, what was wanted, what was found and what to do. What m
 """
 
 import contextlib
+import fnmatch
 import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,7 +21,16 @@ from pydantic import ValidationError
 from pipeline import canonical, model_sizes
 from pipeline.canonical import Canonical
 from pipeline.dumps import sniff
-from pipeline.dumps.blocks import ROWS_PER_BLOCK, Asked, Dump, DumpFile, DumpFolder, MalformedDump
+from pipeline.dumps.blocks import (
+    DEFAULT_UNPACKING,
+    ROWS_PER_BLOCK,
+    Asked,
+    Dump,
+    DumpFile,
+    DumpFolder,
+    MalformedDump,
+)
+from pipeline.dumps.packing import Unpacking
 from replayer.trace import MalformedTrace, read_metadata, trace_parts
 from schemas.files import DataFolder, publish, remove_stale
 from schemas.trace import (
@@ -35,11 +45,26 @@ from schemas.trace import (
 )
 from schemas.validation import validate_trace
 
+_WILDCARDS = re.compile(r"[*?\[]")
 _TEXTS = ("model", "engine", "domain", "capture_method", "id_space", "weight_kind", "phase")
 
 
 class WrongMetadata(ValueError):
     """What the user said of a dump on the command line is unreadable, unknown or of a wrong type."""
+
+
+@dataclass
+class Reading:
+    """How far an ingest is, for whoever watches it from another thread: what is done, and with which dump."""
+
+    stage: str = "opening"
+    dump: Dump | None = None
+
+    def begin(self, stage: str, dump: Dump) -> None:
+        """Another pass over the dump begins."""
+        if isinstance(dump, DumpFolder):
+            dump.read_again()
+        self.stage, self.dump = stage, dump
 
 
 @dataclass(frozen=True)
@@ -58,6 +83,8 @@ class Ingested:
 
 def read_user_metadata(dump_path: Path, overrides: Sequence[str] = ()) -> UserMetadata:
     """What the user says of a dump: `<dump>.toml` (or the dump's name with its last suffix replaced), then overrides.
+
+    Beside a folder it is `<folder>.toml`, also for some files of it that are named by a pattern.
 
     An override is `key=value`; the value is read as JSON where it is JSON, else as text.
 
@@ -95,6 +122,9 @@ def read_user_metadata(dump_path: Path, overrides: Sequence[str] = ()) -> UserMe
 
 def metadata_file(dump_path: Path) -> Path | None:
     """The TOML file beside a dump: `<dump>.toml`, else the dump's name with its last suffix replaced; null if none."""
+    dump_path = named(dump_path)
+    if is_pattern(dump_path):
+        dump_path = named(dump_path.absolute().parent)
     if not dump_path.name:
         return None
     for name in (dump_path.name + ".toml", dump_path.stem + ".toml"):
@@ -105,13 +135,52 @@ def metadata_file(dump_path: Path) -> Path | None:
     return None
 
 
-def open_dump(path: Path) -> Dump:
-    """The dump at a path: a file, or a folder whose files are one dump.
+def named(path: Path) -> Path:
+    """The path with a last part that is a name: `.` and `..` are none."""
+    return path if path.name not in ("", "..") else path.resolve()
+
+
+def is_pattern(path: Path) -> bool:
+    """Whether a path names files by `*`, `?` or `[…]` in its last part, and is no file itself."""
+    try:
+        return bool(_WILDCARDS.search(path.name)) and not path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def open_dump(path: Path, unpacking: Unpacking = DEFAULT_UNPACKING) -> Dump:
+    """The dump at a path: a file, a folder or a zip whose files are one dump, or the files that a pattern matches.
 
     Raises:
-        MalformedDump: empty, or neither. OSError: it cannot be opened.
+        MalformedDump: empty, or none of these. RefusedDump: packed in a way that is not read. OSError: it cannot be
+        opened.
     """
-    return DumpFolder(path) if path.is_dir() else DumpFile(path)
+    if path.is_dir():
+        return DumpFolder(path, unpacking=unpacking)
+    if is_pattern(path):
+        if _WILDCARDS.search(str(path.parent)) and not path.parent.exists():
+            raise MalformedDump(f"{path}: a pattern stands for files of one folder; name the folder without wildcards")
+        files = [
+            file
+            for file in path.parent.iterdir()
+            if fnmatch.fnmatchcase(file.name, path.name) and not file.name.startswith(".")
+        ]
+        if not files:
+            raise MalformedDump(f"{path}: matches no file")
+        return DumpFolder(path, files, unpacking)
+    file = DumpFile(path, unpacking)
+    if not file.archived:
+        return file
+    try:
+        return DumpFolder.of_archive(file)
+    except BaseException:
+        file.close()
+        raise
+
+
+def name_of(path: Path) -> str:
+    """What a dump is called: its file or folder, or the folder of the files that a pattern matches."""
+    return named(path.absolute().parent).name if is_pattern(path) else named(path).name
 
 
 def identity(dump: Dump, user: UserMetadata, model: ModelFile | None = None) -> tuple[str, str]:
@@ -128,16 +197,25 @@ def identity(dump: Dump, user: UserMetadata, model: ModelFile | None = None) -> 
 
 def slug(file_name: str) -> str:
     """A dump's name without its suffixes, as the readable head of a trace_id."""
-    stem = re.sub(r"(\.(gz|npz|csv|jsonl|json|txt|route|pt|bin))+$", "", file_name.lower())
+    suffixes = r"(\.(gz|zst|xz|bz2|zip|npz|csv|jsonl|json|txt|route|pt|bin|safetensors|parquet))+$"
+    stem = re.sub(suffixes, "", file_name.lower())
     return re.sub(r"[^a-z0-9]+", "-", stem).strip("-")[:60] or "dump"
 
 
 def ingest(
-    path: Path, data: DataFolder, user: UserMetadata, *, trace_id: str | None = None, model: ModelFile | None = None
+    path: Path,
+    data: DataFolder,
+    user: UserMetadata,
+    *,
+    trace_id: str | None = None,
+    model: ModelFile | None = None,
+    unpacking: Unpacking = DEFAULT_UNPACKING,
+    reading: Reading | None = None,
 ) -> Ingested:
     """The canonical trace of a dump, written unless it is already there.
 
     Without a model file the trace that the dump became with one is its trace, too, if there is no other.
+    `unpacking`: how far packed dumps are unpacked; its folder is the traces'. `reading`: told how far it is.
 
     Raises:
         MalformedDump, RefusedDump: the dump is broken or can be no trace, or `trace_id` is taken. OSError: I/O.
@@ -145,9 +223,12 @@ def ingest(
     if trace_id is not None and not TRACE_ID_PATTERN.fullmatch(trace_id):
         raise MalformedDump(f"--trace-id {trace_id!r}: wanted lower-case letters, digits, `.`, `_`, `-`, at most 128")
     remove_stale(data.traces)
-    with open_dump(path) as dump:
+    path, reading = named(path), reading or Reading()
+    with open_dump(path, replace(unpacking, spool_folder=data.traces)) as dump:
+        reading.begin("identifying", dump)
         source_sha256, whole = identity(dump, user, model)
-        given, trace_id = trace_id, trace_id or f"{slug(path.name)}-{whole[:12]}"
+        reading.begin("reading", dump)
+        given, trace_id = trace_id, trace_id or f"{slug(name_of(path))}-{whole[:12]}"
         there = _same_dump(data, source_sha256, user, model)
         if there is not None:
             model = there.model_file
@@ -184,15 +265,26 @@ def ingest(
     return Ingested(metadata, target, is_new=True)
 
 
-def inspect(path: Path, user: UserMetadata, spool_folder: Path, *, model: ModelFile | None = None) -> TraceMetadata:
+def inspect(
+    path: Path,
+    user: UserMetadata,
+    spool_folder: Path,
+    *,
+    model: ModelFile | None = None,
+    unpacking: Unpacking = DEFAULT_UNPACKING,
+    reading: Reading | None = None,
+) -> TraceMetadata:
     """The metadata a dump's trace would have, with every check run; nothing is kept.
 
     Raises:
         As `ingest`.
     """
-    with open_dump(path) as dump:
+    path, reading = named(path), reading or Reading()
+    with open_dump(path, replace(unpacking, spool_folder=spool_folder)) as dump:
+        reading.begin("identifying", dump)
         source_sha256, whole = identity(dump, user, model)
-        trace_id = f"{slug(path.name)}-{whole[:12]}"
+        reading.begin("reading", dump)
+        trace_id = f"{slug(name_of(path))}-{whole[:12]}"
         metadata = _write(dump, None, (path, source_sha256), user, model, trace_id, None, spool_folder)
         dump.check_unchanged()
         return metadata
@@ -200,10 +292,11 @@ def inspect(path: Path, user: UserMetadata, spool_folder: Path, *, model: ModelF
 
 def trace_id_for(path: Path, data: DataFolder, user: UserMetadata) -> str:
     """The id of the dump's trace: the one it has in the folder, else the one it will have."""
+    path = named(path)
     with open_dump(path) as dump:
         source_sha256, whole = identity(dump, user)
     there = _same_dump(data, source_sha256, user, None)
-    return there.trace_id if there else f"{slug(path.name)}-{whole[:12]}"
+    return there.trace_id if there else f"{slug(name_of(path))}-{whole[:12]}"
 
 
 def read_stored(data: DataFolder, trace_id: str) -> TraceMetadata:
@@ -268,6 +361,8 @@ def _write(
     spool_folder: Path,
 ) -> TraceMetadata:
     parsed = sniff.parse(dump, Asked(model_sizes.filled(user, model), spool_folder))
+    if isinstance(dump, DumpFolder):
+        parsed.checks += dump.checks()
     if parsed.top_k > MAX_TOP_K:
         raise MalformedDump(
             f"{dump.path}: {parsed.top_k} experts per token, at most {MAX_TOP_K} are supported; are they scores?"

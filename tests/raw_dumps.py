@@ -127,3 +127,20 @@ def speculative_dump(
             for layer in range(layers // 2 if kind == "rejected_partial" else 0, layers):
                 emit(iteration, layer, 1, "spec_fallback")
     return b"".join(json.dumps(record).encode() + b"\n" for record in records), truth
+
+
+_SEED_ROUTES = random_routes(24, 3, 16, 2, seed=5)
+
+SEEDS: dict[str, bytes | dict[str, bytes]] = {
+    "npz_experts": npz_dump(_SEED_ROUTES, {"num_experts": 16}, compress=zipfile.ZIP_STORED),
+    "route_csv_v1": route_csv_dump(_SEED_ROUTES[:6], _SEED_ROUTES[6:], experts=16, expert_bytes=[100, 200, 100]),
+    "events_csv": b"event_index,scheduler_step,layer,requested_experts,misses,hits\n"
+    + b"".join(
+        b"%d,%d,%d,%s,1,1\n" % (step * 3 + layer, step, layer, b" ".join(b"%d" % expert for expert in ids))
+        for step, token in enumerate(_SEED_ROUTES)
+        for layer, ids in enumerate(token)
+    ),
+    "jsonl_tok_layers": tok_layers_dump(_SEED_ROUTES),
+    "spec_jsonl": speculative_dump(3, 16, 2, ["normal", "accept", "rejected", "repeated"] * 5)[0],
+}
+"""By layout, a small sound dump for whoever damages it: the bytes of its file, or of its files by name."""

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.dumps.blocks import DumpFile, MalformedDump, RefusedDump
+from pipeline.dumps.packing import open_zip
 
 IN_MEMORY_BYTES = 128 * 1024 * 1024
 """Larger arrays are unpacked to an unnamed file: layouts store them layer by layer, and they are needed by token."""
@@ -30,6 +31,7 @@ MAX_HEADER_BYTES = 64 * 1024 * 1024
 """Largest header of a safetensors file that is read."""
 
 _MAX_TEXT_BYTES = 1024 * 1024
+_MAX_NPY_HEADER_BYTES = 64 * 1024
 
 # What zipfile, its decompressors, numpy's header parser and json raise on damaged content.
 DAMAGE = (
@@ -66,11 +68,12 @@ class Npz:
     """
 
     def __init__(self, dump: DumpFile) -> None:
-        self.path = dump.path
+        self.path, raw = dump.path, dump.raw
         try:
-            self._archive = zipfile.ZipFile(dump.raw)
+            self._archive = open_zip(raw)
         except DAMAGE as error:
             raise MalformedDump(f"{dump.path}: a truncated or damaged npz ({error}); copy the dump again") from None
+        dump.check_unpacked_size(sum(info.file_size for info in self._archive.infolist()))
         members = self._archive.namelist()
         if len(set(members)) != len(members):
             raise MalformedDump(
@@ -101,7 +104,7 @@ class Npz:
     def text(self, name: str) -> str:
         """An array that is one string of at most 1 MiB."""
         header = self.header(name)
-        size = self._archive.getinfo(f"{name}.npy").file_size
+        size = max(self._archive.getinfo(f"{name}.npy").file_size, header.size_bytes)
         if size > _MAX_TEXT_BYTES or header.shape not in ((), (1,)) or header.dtype.kind not in "US":
             raise MalformedDump(
                 f"{self.path}: {name} is {header.dtype} shaped {list(header.shape)}, wanted one JSON string of at most "
@@ -200,7 +203,8 @@ class Safetensors:
 
     def __init__(self, dump: DumpFile) -> None:
         self.path = dump.path
-        file, size = dump.raw, dump.size_bytes
+        file = dump.raw
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
             raise MalformedDump(
@@ -261,5 +265,18 @@ def line_of(error: BaseException) -> str:
 def _npy_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = read(file)
+    shape, fortran, dtype = read(_ShortReads(file))
     return shape, fortran, dtype
+
+
+class _ShortReads:
+    """A file for numpy's header readers, which read a header of any length before they find it too long."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def read(self, size: int = -1, /) -> bytes:
+        if not 0 <= size <= _MAX_NPY_HEADER_BYTES:
+            raise ValueError(f"a header of {size} bytes")
+        data: bytes = self._file.read(size)
+        return data

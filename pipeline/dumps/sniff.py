@@ -4,7 +4,6 @@ Names and suffixes are never looked at: published files lie about what they hold
 """
 
 import json
-import zipfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -42,6 +41,7 @@ from pipeline.dumps.blocks import (
     RefusedDump,
     Sample,
 )
+from pipeline.dumps.packing import open_zip
 from schemas.trace import METADATA_KEY
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -142,7 +142,7 @@ def _parse_folder(folder: DumpFolder, asked: Asked) -> ParsedDump:
     found: tuple[Layout, str] | None = None
     for file in folder.files:
         try:
-            with DumpFile(file) as dump:
+            with folder.open(file) as dump:
                 sample = look(dump)
         except (RefusedDump, MalformedDump) as error:
             # It may be a sidecar (weights, hidden states), which the parser of the others knows by name.
@@ -187,8 +187,9 @@ def look(dump: DumpFile) -> Sample:
         return Sample(head, "", None, "", frozenset(), (), *_parquet_names(dump))
     members: tuple[str, ...] = ()
     if head.startswith(b"PK"):
+        raw = dump.raw
         try:
-            with zipfile.ZipFile(dump.raw) as archive:
+            with open_zip(raw) as archive:
                 members = tuple(archive.namelist())
         except DAMAGE as error:
             raise MalformedDump(
@@ -247,12 +248,6 @@ def _refuse_binary(dump: DumpFile, head: bytes) -> None:
         raise RefusedDump(f"{dump.path}: a pickle, which is never loaded: it could run code; save npz or JSONL")
     if head.startswith(b"GGUF"):
         raise RefusedDump(f"{dump.path}: a GGUF file (imatrix counts or weights), not the routes of tokens")
-    if head.startswith(b"PAR1") and dump.is_packed:
-        raise RefusedDump(f"{dump.path}: Parquet inside gzip; unpack it (gunzip) and ingest what comes out")
-    if head.startswith(b"PK") and dump.is_packed:
-        raise RefusedDump(
-            f"{dump.path}: an npz or torch file inside gzip; unpack the outer layer (gunzip) and ingest that"
-        )
 
 
 def _first_line(dump: DumpFile, head: bytes) -> str:

@@ -22,7 +22,7 @@ import polars as pl
 from pipeline.ingest import ingest
 from schemas.files import DataFolder
 from schemas.trace import UserMetadata
-from tests.bench import lookahead, loop, owners, page_cache_model, policies, pool, replay, stream
+from tests.bench import dumps, lookahead, loop, owners, page_cache_model, policies, pool, replay, stream
 from tests.bench.processes import peak_of
 
 REPETITIONS = 5
@@ -207,7 +207,7 @@ SAMPLED_BENCHES = {
     "model": page_cache_model.main,
     "lookahead": lookahead.main,
 }
-ON_REQUEST = {"scale": policies.scale, "stream": stream.main}
+ON_REQUEST = {"scale": policies.scale, "stream": stream.main, "dumps": dumps.memory, "fuzz": dumps.fuzz}
 """Minutes each, so only by name."""
 """Those that take a number of samples, and make and remove their own folder."""
 
