@@ -17,12 +17,15 @@ from pipeline.benefit import lookahead_benefit as simulate_lookahead_benefit
 from pipeline.canonical import PARSER_VERSION
 from pipeline.checks import (
     SCHEMA_CHECK,
+    dump_check_result,
+    dump_check_spec,
     proofs_check_result,
     proofs_check_spec,
+    refused_dump_result,
     schema_check_result,
     schema_check_specs,
 )
-from pipeline.dumps.blocks import UNFINISHED, MalformedDump
+from pipeline.dumps.blocks import UNFINISHED, MalformedDump, RefusedDump
 from pipeline.hit_rates import hit_rate as simulate_hit_rate
 from pipeline.hit_rates import miss_ratio_curve as simulate_miss_ratio_curve
 from pipeline.ingest import ingest, is_pattern, read_stored, read_user_metadata, trace_id_for
@@ -87,7 +90,7 @@ def is_dump(path: Path) -> bool:
     partitions_def=TRACES,
     group_name="expert_tier",
     kinds={"parquet"},
-    check_specs=schema_check_specs("routing"),
+    check_specs=[*schema_check_specs("routing"), dump_check_spec()],
     description="Canonical trace of one raw dump: one row per token position of one pass of one layer, validated.",
 )
 def routing(context: dg.AssetExecutionContext, data: DataFolderResource) -> Iterator[Any]:
@@ -96,13 +99,17 @@ def routing(context: dg.AssetExecutionContext, data: DataFolderResource) -> Iter
     file = folder.trace_file(trace_id)
     if not file.exists() or read_stored(folder, trace_id).parser_version < PARSER_VERSION:
         named = context.run_tags.get(DUMP_TAG)
+        dump: Path | None = None
         try:
             dump = folder.dumps / Path(named).name if named else dump_of(folder, trace_id)
             ingest(dump, folder, read_user_metadata(dump), trace_id=trace_id)
         except (ValueError, OSError) as error:
+            if dump is not None and isinstance(error, MalformedDump | RefusedDump):
+                yield refused_dump_result(error)
             # The reader of the run page needs the sentence, not where in our code it was raised.
             raise dg.Failure(description=str(error), allow_retries=False) from None
     metadata = read_stored(folder, trace_id)
+    yield dump_check_result(metadata)
     yield _checked_trace(file, metadata)
     yield dg.MaterializeResult(metadata=_trace_metadata(file, metadata))
 
@@ -237,6 +244,10 @@ def _nothing(_frame: pl.DataFrame) -> dict[str, Any]:
     return {}
 
 
+def _show_checks(checks: pl.DataFrame) -> dict[str, Any]:
+    return {f"checks: {outcome.replace('_', ' ')}": rows for outcome, rows in checks["outcome"].value_counts().rows()}
+
+
 def _show_hit_rates(rates: pl.DataFrame) -> dict[str, Any]:
     """Event-atomic per-layer rates at the middle capacity: numbers that Dagster plots over time."""
     chosen = rates.filter(pl.col("semantics") == "event_atomic", pl.col("scope") == "layer")
@@ -266,7 +277,10 @@ trace = _per_trace(
     "trace", lambda read: trace_row(read.metadata), description="What a trace is and what is unknown.", show=_nothing
 )
 trace_check = _per_trace(
-    "trace_check", lambda read: check_rows(read.metadata), description="The checks its dump passed.", show=_nothing
+    "trace_check",
+    lambda read: check_rows(read.metadata),
+    description="How its dump fared in every check.",
+    show=_show_checks,
 )
 trace_locality = _per_trace(
     "trace_locality", measure_trace_locality, description="Reuse, skew and coverage with nulls.", show=_show_locality

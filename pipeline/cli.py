@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from importlib import resources
 from importlib.metadata import version
@@ -22,10 +23,11 @@ from typing import Any
 import polars as pl
 
 from pipeline.bundle import UnusableBundle, add_bundle, shipped, write_bundle
+from pipeline.dump_checks import CHECKS, listed
 from pipeline.dumps.blocks import MalformedDump, RefusedDump
 from pipeline.dumps.packing import Unpacking
 from pipeline.export import FORMATS, CannotHold, export
-from pipeline.ingest import Ingested, Reading, WrongMetadata, ingest, inspect, name_of, read_user_metadata
+from pipeline.ingest import Ingested, Reading, WrongMetadata, ingest, judge, name_of, read_user_metadata
 from pipeline.model_sizes import read_model
 from pipeline.replays import Conditions, ReplayFailed, compiling_ahead, pool_of, replay_all, usable_mechanism
 from pipeline.results import stale_traces
@@ -116,16 +118,20 @@ def _parser() -> argparse.ArgumentParser:
         "quotes ('run/rank*.jsonl'), is one dump of several files",
     )  # fmt: skip
     command.add_argument("--trace-id", metavar="ID", help="name the trace yourself (one dump only)")
-    command.add_argument("--meta", action="append", default=[], metavar="KEY=VALUE", help=_META_HELP)
+    _add_said(command)
     command.add_argument("--model", type=Path, metavar="PATH", help=_MODEL_HELP)
     _add_unpacking(command)
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
     command = add(
-        "inspect", _inspect, "Says what a dump is, what it leaves open, and how every check went; keeps nothing."
+        "inspect",
+        _inspect,
+        "Says what a dump is, what it leaves open, and how every check went, also of one that is refused; keeps "
+        "nothing.",
     )
-    command.add_argument("dump", type=Path, metavar="DUMP")
-    command.add_argument("--meta", action="append", default=[], metavar="KEY=VALUE", help=_META_HELP)
+    command.add_argument("dump", nargs="?", type=Path, metavar="DUMP")
+    command.add_argument("--checks", action="store_true", help="list the checks, with their thresholds and reasons")
+    _add_said(command)
     command.add_argument("--model", type=Path, metavar="PATH", help=_MODEL_HELP)
     _add_unpacking(command)
     command.add_argument("--json", action="store_true", help="print one JSON document")
@@ -208,6 +214,56 @@ def _unpacking(arguments: argparse.Namespace) -> Unpacking:
     return Unpacking(max_bytes=arguments.max_unpacked, max_ratio=arguments.max_ratio)
 
 
+_REPAIRS = ("expert_id_base", "moe_layer_ids", "drop_warmup", "sequence_lengths", "shared_experts")
+"""Keys of what a user may say that change rows or their numbers; each has a flag of its own."""
+
+
+def _add_said(command: argparse.ArgumentParser) -> None:
+    """What the user says of a dump: metadata, and repairs, each by a flag that names it."""
+    command.add_argument("--meta", action="append", default=[], metavar="KEY=VALUE", help=_META_HELP)
+    repairs = command.add_argument_group(
+        "repairs", "nothing is repaired unless it is named; each is counted, and makes another trace"
+    )
+    repairs.add_argument(
+        "--expert-id-base", type=count, choices=(0, 1), metavar="0|1", help="1: the dump counts experts from 1"
+    )
+    repairs.add_argument(
+        "--layer-map", dest="moe_layer_ids", type=_whole_numbers, metavar="N,N,…",
+        help="the model's numbers of the dump's layers, in order; 1-26 is a range",
+    )  # fmt: skip
+    repairs.add_argument(
+        "--drop-warmup", action="store_true", default=None,
+        help="leave leading warm-up rows out; without it they are marked, and never replayed",
+    )  # fmt: skip
+    repairs.add_argument(
+        "--sequence-lengths", type=_whole_numbers, metavar="N,N,…",
+        help="tokens of each request, in order: rows at later positions are padding, left out",
+    )  # fmt: skip
+    repairs.add_argument(
+        "--strip-shared-experts", dest="shared_experts", type=count, metavar="N",
+        help="shared experts fused into every row as ids num_experts..; they are left out",
+    )  # fmt: skip
+
+
+def _whole_numbers(text: str) -> list[int]:
+    """argparse type: `3,4,9` or `1-26`, or both."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        begin = count(first.strip())
+        end = count(last.strip()) if dash else begin
+        if not 0 <= end - begin < 65536:
+            raise argparse.ArgumentTypeError(f"{part[:40]!r}, wanted a range upwards, of at most 65,536 numbers")
+        numbers += range(begin, end + 1)
+    return numbers
+
+
+def _said(arguments: argparse.Namespace) -> list[str]:
+    """What the command line says of a dump, as overrides of its metadata file."""
+    asked = {key: getattr(arguments, key) for key in _REPAIRS}
+    return [*arguments.meta, *(f"{key}={json.dumps(value)}" for key, value in asked.items() if value is not None)]
+
+
 def _folder(arguments: argparse.Namespace) -> DataFolder:
     root = arguments.data or os.environ.get(ENVIRONMENT_VARIABLE) or "data"
     try:
@@ -233,7 +289,7 @@ def _ingest(arguments: argparse.Namespace) -> int:
         reading = Reading()
         with _Progress(f"ingesting {path.name or name_of(path)}", reading):
             try:
-                user = read_user_metadata(path, arguments.meta)
+                user = read_user_metadata(path, _said(arguments))
                 done.append(
                     ingest(
                         path,
@@ -282,27 +338,41 @@ def _ingested_document(one: Ingested) -> dict[str, Any]:
 def _inspect(arguments: argparse.Namespace) -> int:
     import tempfile
 
-    user = read_user_metadata(arguments.dump, arguments.meta)
+    if arguments.checks == (arguments.dump is not None):
+        raise WrongCall("inspect takes either a DUMP or --checks, for example: expert-tier inspect my.npz")
+    if arguments.checks:
+        print(json.dumps([asdict(check) for check in CHECKS]) if arguments.json else listed())
+        return 0
+    user = read_user_metadata(arguments.dump, _said(arguments))
     model = None if arguments.model is None else read_model(arguments.model)
     reading, name = Reading(), arguments.dump.name or name_of(arguments.dump)
     with tempfile.TemporaryDirectory(prefix="expert-tier-") as spool, _Progress(f"inspecting {name}", reading):
-        metadata = inspect(
+        verdict = judge(
             arguments.dump, user, Path(spool), model=model, unpacking=_unpacking(arguments), reading=reading
         )
+    metadata = verdict.metadata
     if arguments.json:
         document = {
             "dump": str(arguments.dump),
-            "unknown": metadata.unknowns,
-            "metadata": metadata.model_dump(mode="json"),
+            "verdict": verdict.outcome,
+            "refusal": None if verdict.refusal is None else str(verdict.refusal),
+            "checks": [check.model_dump(mode="json") for check in verdict.checks],
+            "unknown": [] if metadata is None else metadata.unknowns,
+            "metadata": None if metadata is None else metadata.model_dump(mode="json"),
         }
         print(json.dumps(document))
-        return 0
-    print("\n".join(_described(metadata)))
-    print("checks:")
-    for check in metadata.checks:
-        print(f"  {check.outcome:<15} {check.name}: {check.found}")
-    for observation in metadata.engine_observations:
-        print(f"  the engine's own: {observation.hits:,} hits of {observation.accesses:,} ({observation.meaning})")
+    else:
+        if metadata is not None:
+            print("\n".join(_described(metadata)))
+        print(f"verdict: {verdict.outcome}")
+        for check in verdict.checks:
+            # Why it is refused is the line on stderr.
+            found = f": {check.found}" if check.outcome not in ("refuse", "not_reached") else ""
+            print(f"  {check.outcome.replace('_', ' '):<15} {check.name}{found}")
+        for observation in [] if metadata is None else metadata.engine_observations:
+            print(f"  the engine's own: {observation.hits:,} hits of {observation.accesses:,} ({observation.meaning})")
+    if verdict.refusal is not None:
+        raise verdict.refusal
     return 0
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,14 +30,16 @@ from pipeline.dumps.blocks import (
     DumpFile,
     DumpFolder,
     MalformedDump,
+    RefusedDump,
 )
 from pipeline.dumps.packing import Unpacking
+from pipeline.validator import refused_unread
 from replayer.trace import MalformedTrace, read_metadata, trace_parts
 from schemas.files import DataFolder, publish, remove_stale
 from schemas.trace import (
-    MAX_TOP_K,
     METADATA_KEY,
     TRACE_ID_PATTERN,
+    CheckVerdict,
     ModelFile,
     Source,
     TraceMetadata,
@@ -258,14 +261,31 @@ def ingest(
                 raise MalformedDump(f"{path}: ingested as {twin.trace_id} meanwhile, and the same dump is one trace")
 
         with publish(target, claim=claim) as temporary:
-            source = (path, source_sha256)
-            metadata = _write(dump, temporary, source, user, model, trace_id, supersedes, data.traces)
+            rows = _canonical(dump, user, model, data.traces)
+            metadata = _write(
+                rows, temporary, (path, source_sha256), user, model, trace_id, supersedes, dump.size_bytes
+            )
             validate_trace(trace_parts(temporary), metadata)
             dump.check_unchanged()
     return Ingested(metadata, target, is_new=True)
 
 
-def inspect(
+@dataclass(frozen=True)
+class Verdict:
+    """How a dump fared: the metadata its trace would have, or why there is none; and every check, in order."""
+
+    metadata: TraceMetadata | None
+    refusal: MalformedDump | RefusedDump | None
+    checks: list[CheckVerdict]
+
+    @property
+    def outcome(self) -> Literal["ok", "warn", "refuse"]:
+        if self.refusal is not None:
+            return "refuse"
+        return "warn" if any(check.outcome == "warn" for check in self.checks) else "ok"
+
+
+def judge(
     path: Path,
     user: UserMetadata,
     spool_folder: Path,
@@ -273,21 +293,39 @@ def inspect(
     model: ModelFile | None = None,
     unpacking: Unpacking = DEFAULT_UNPACKING,
     reading: Reading | None = None,
-) -> TraceMetadata:
+) -> Verdict:
+    """Every check of a dump, whether it passes or not; nothing is kept.
+
+    Raises:
+        OSError: I/O.
+    """
+    path, reading = named(path), reading or Reading()
+    rows: Canonical | None = None
+    try:
+        with open_dump(path, replace(unpacking, spool_folder=spool_folder)) as dump:
+            reading.begin("identifying", dump)
+            source_sha256, whole = identity(dump, user, model)
+            reading.begin("reading", dump)
+            trace_id = f"{slug(name_of(path))}-{whole[:12]}"
+            rows = _canonical(dump, user, model, spool_folder)
+            metadata = _write(rows, None, (path, source_sha256), user, model, trace_id, None, dump.size_bytes)
+            dump.check_unchanged()
+    except (MalformedDump, RefusedDump) as error:
+        return Verdict(None, error, rows.validator.verdicts(error) if rows is not None else refused_unread(error))
+    return Verdict(metadata, None, [CheckVerdict(**check.model_dump()) for check in metadata.checks])
+
+
+def inspect(path: Path, user: UserMetadata, spool_folder: Path) -> TraceMetadata:
     """The metadata a dump's trace would have, with every check run; nothing is kept.
 
     Raises:
         As `ingest`.
     """
-    path, reading = named(path), reading or Reading()
-    with open_dump(path, replace(unpacking, spool_folder=spool_folder)) as dump:
-        reading.begin("identifying", dump)
-        source_sha256, whole = identity(dump, user, model)
-        reading.begin("reading", dump)
-        trace_id = f"{slug(name_of(path))}-{whole[:12]}"
-        metadata = _write(dump, None, (path, source_sha256), user, model, trace_id, None, spool_folder)
-        dump.check_unchanged()
-        return metadata
+    verdict = judge(path, user, spool_folder)
+    if verdict.metadata is None:
+        assert verdict.refusal is not None, "a dump has either metadata or a refusal"
+        raise verdict.refusal
+    return verdict.metadata
 
 
 def trace_id_for(path: Path, data: DataFolder, user: UserMetadata) -> str:
@@ -350,26 +388,26 @@ def _superseded(data: DataFolder, path: Path, whole: str) -> str | None:
     return max(earlier, key=lambda trace_id: data.trace_file(trace_id).stat().st_mtime_ns, default=None)
 
 
+def _canonical(dump: Dump, user: UserMetadata, model: ModelFile | None, spool_folder: Path) -> Canonical:
+    parsed = sniff.parse(dump, Asked(model_sizes.filled(user, model), spool_folder))
+    if isinstance(dump, DumpFolder):
+        parsed.checks += dump.checks()
+    return Canonical(dump.path, parsed, user if model is None else model_sizes.fill(dump.path, parsed, user, model))
+
+
 def _write(
-    dump: Dump,
+    rows: Canonical,
     target: Path | None,
     source: tuple[Path, str],
     user: UserMetadata,
     model: ModelFile | None,
     trace_id: str,
     supersedes: str | None,
-    spool_folder: Path,
+    source_bytes: int,
 ) -> TraceMetadata:
-    parsed = sniff.parse(dump, Asked(model_sizes.filled(user, model), spool_folder))
-    if isinstance(dump, DumpFolder):
-        parsed.checks += dump.checks()
-    if parsed.top_k > MAX_TOP_K:
-        raise MalformedDump(
-            f"{dump.path}: {parsed.top_k} experts per token, at most {MAX_TOP_K} are supported; are they scores?"
-        )
-    said = user if model is None else model_sizes.fill(dump.path, parsed, user, model)
-    rows = Canonical(dump.path, parsed, said)
-    schema = arrow_schema(parsed.top_k)
+    # Before a schema is made of its k.
+    rows.validator.look_at_header()
+    schema = arrow_schema(rows.top_k)
     with contextlib.ExitStack() as stack:
         writer = None
         if target is not None:
@@ -385,9 +423,9 @@ def _write(
             writing = thread.submit(writer.write_table, group)
         if writing is not None:
             writing.result()
-        metadata = rows.metadata(source, trace_id, supersedes, dump.size_bytes)
+        metadata = rows.metadata(source, trace_id, supersedes, source_bytes)
         if model is not None:
-            model_sizes.check_layers(dump.path, metadata.moe_layer_ids, model)
+            model_sizes.check_layers(rows.path, metadata.moe_layer_ids, model)
             metadata = metadata.model_copy(update={"user_metadata": user, "model_file": model})
         if writer is not None:
             writer.add_key_value_metadata({METADATA_KEY: metadata.model_dump_json().encode()})

@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter
 
+from pipeline.dump_checks import ORDER
 from pipeline.experiment_report import experiments
 from pipeline.inversion import COMMAND as INVERSION_COMMAND
 from pipeline.inversion import inversion_block
@@ -365,13 +366,19 @@ def _checks_grid(checks: Sequence[Row]) -> Grid | None:
     names = ("name", "outcome", "wanted", "found")
     order = ("warn", "ok", "not_applicable")
     return Grid(
-        caption="Checks of the raw dump. A failed check refuses a dump, so none is listed.",
+        caption="Checks of the raw dump, in the order in which they are judged. A failed check refuses a dump, so none "
+        "is listed; their reasons: expert-tier inspect --checks.",
         head=[[Cell(text, is_text=True) for text in ("check", "outcome", "wanted", "found")]],
         rows=[
             [Cell(check[name].replace("_", " ") if name == "outcome" else check[name], is_text=True) for name in names]
-            for check in sorted(checks, key=lambda check: (order.index(check["outcome"]), check["name"]))
+            for check in sorted(checks, key=lambda check: (order.index(check["outcome"]), _place_of_check(check)))
         ],
     )
+
+
+def _place_of_check(check: Row) -> tuple[int, str]:
+    # Checks of a parser's own stand behind the list.
+    return ORDER.get(check["name"], len(ORDER)), check["name"]
 
 
 def _reporting_grid(block: Sequence[Row]) -> Grid | None:

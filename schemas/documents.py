@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from schemas.trace import TraceMetadata
+from schemas.trace import CheckVerdict, TraceMetadata
 
 
 class _Document(BaseModel):
@@ -24,11 +24,23 @@ class IngestedTrace(_Document):
 
 
 class Inspection(_Document):
-    """`expert-tier inspect --json`."""
+    """`expert-tier inspect --json`; with `refuse` there is no metadata, `refusal` says why, and the exit code is 1."""
 
     dump: str
+    verdict: Literal["ok", "warn", "refuse"]
+    refusal: str | None
+    checks: list[CheckVerdict]
     unknown: list[str]
-    metadata: TraceMetadata
+    metadata: TraceMetadata | None
+
+
+class DumpCheck(_Document):
+    """An element of the list that `expert-tier inspect --checks --json` prints."""
+
+    name: str
+    looks_for: str
+    wanted: str
+    reason: str
 
 
 class LayerCounts(_Document):

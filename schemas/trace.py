@@ -22,6 +22,8 @@ PASS_KIND_CODES: dict[str, int] = {name: code for code, name in enumerate(PASS_K
 
 IdSpace = Literal["logical", "physical", "local", "slot"]
 WeightKind = Literal["softmax", "renormalised", "scaled", "sigmoid", "logits", "absent"]
+CheckOutcome = Literal["ok", "warn", "refuse", "not_applicable", "not_reached"]
+StoredOutcome = Literal["ok", "warn", "not_applicable"]
 Phase = Literal["prefill", "decode", "warmup", "unknown"]
 MAX_TOP_K = 512
 """Most experts per token; the largest in use are a few dozen, and checks of a row grow with its square."""
@@ -77,6 +79,15 @@ class UserMetadata(_Model):
     expert_id_base: Annotated[int, Field(ge=0, le=1, strict=True)] | None = Field(
         default=None, description="1 if the dump counts experts from 1"
     )
+    shared_experts: Annotated[int, Field(ge=1, le=16, strict=True)] | None = Field(
+        default=None, description="shared experts fused into the ids as num_experts.. in every row; they are left out"
+    )
+    drop_warmup: Annotated[bool, Field(strict=True)] | None = Field(
+        default=None, description="true to leave leading warm-up rows out of the trace instead of marking them"
+    )
+    sequence_lengths: list[NonNegativeInt] | None = Field(
+        default=None, description="tokens of each request, in order; rows at later positions are padding, left out"
+    )
     id_space: IdSpace | None = None
     weight_kind: WeightKind | None = None
     phase: Literal["prefill", "decode"] | None = Field(default=None, description="phase of rows the dump leaves open")
@@ -92,13 +103,19 @@ class UserMetadata(_Model):
         return self
 
 
-class CheckRecord(_Model):
-    """One check a dump went through. A failed check refuses the dump, so only these outcomes are ever stored."""
+class CheckVerdict(_Model):
+    """How one check of a dump went: `refuse` says why there is no trace, `not_reached` that another refused before."""
 
     name: str
-    outcome: Literal["ok", "warn", "not_applicable"]
+    outcome: CheckOutcome
     wanted: str
     found: str
+
+
+class CheckRecord(CheckVerdict):
+    """One check a dump went through. A failed check refuses the dump, so only these outcomes are ever stored."""
+
+    outcome: StoredOutcome
 
     @field_validator("outcome", mode="before")
     @classmethod

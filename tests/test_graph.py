@@ -16,6 +16,7 @@ import pytest
 from pipeline import assets, automation, results
 from pipeline.automation import new_dumps
 from pipeline.definitions import defs, materialize_all, materialize_trace
+from pipeline.dump_checks import CHECKS
 from pipeline.ingest import ingest, read_user_metadata
 from pipeline.inversion import PARTITION, SyntheticRouter, inversion_rows, synthetic_trace
 from pipeline.results import PER_TRACE_TABLES, stale_traces
@@ -83,7 +84,8 @@ def test_every_table_has_an_asset_of_its_name_with_a_description_and_a_blocking_
         node = graph.get(dg.AssetKey(name))
         assert node.description
         specs = [graph.get_check_spec(key) for key in node.check_keys]
-        wanted = [("proofs_held", False), ("schema", True)] if name == "replay_run" else [("schema", True)]
+        more = {"replay_run": [("proofs_held", False)], "routing": [("dump_sound", False)]}
+        wanted = [*more.get(name, []), ("schema", True)]
         assert sorted((spec.name, spec.blocking) for spec in specs) == wanted
 
 
@@ -138,6 +140,31 @@ def test_a_refused_dump_fails_its_run_with_one_sentence(data):
     failed = materialize(data, [found[0][0]])
     assert "counts per layer and expert" in failed[0].reason
     assert str(path) in failed[0].reason
+
+
+def test_the_check_of_a_dump_says_how_it_fared_or_which_check_refused_it(data):
+    sound = ingest(drop(data, "a.csv"), data, UserMetadata()).metadata.trace_id
+    routes = random_routes(40, 3, 16, 2)
+    drop(data, "b.jsonl", content=tok_layers_dump([[token[0], token[1], token[0]] for token in routes]))
+    _, cursor, _ = new_dumps(data, None)
+    found, _, _ = new_dumps(data, cursor)
+    (copied,) = [trace_id for trace_id, name in found if name == "b.jsonl"]
+    resources = {"data": assets.DataFolderResource(root=str(data.root))}
+    verdicts = {}
+    with dg.DagsterInstance.get() as instance:
+        instance.add_dynamic_partitions("traces", [sound, copied])
+        for trace_id in (sound, copied):
+            how = {"partition_key": trace_id, "instance": instance, "resources": resources, "raise_on_error": False}
+            result = dg.materialize([assets.routing], **how)
+            checks = {check.check_name: check for check in result.get_asset_check_evaluations()}
+            verdicts[trace_id] = checks["dump_sound"]
+    told = {name: value.value for name, value in verdicts[sound].metadata.items()}
+    assert list(told) == [check.name for check in CHECKS]
+    assert told["no expert twice in a row"] == "ok: 132 rows looked at"
+    assert verdicts[sound].severity == dg.AssetCheckSeverity.WARN
+    assert not verdicts[copied].passed
+    assert verdicts[copied].metadata["refused by"].value == "layers differ"
+    assert "layers [0, 2] are equal" in verdicts[copied].metadata["reason"].value
 
 
 def test_a_refused_dump_does_not_keep_the_others_from_the_warehouse(data):

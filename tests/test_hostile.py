@@ -83,7 +83,7 @@ def test_255_of_256_experts_in_8_bits_is_named_as_ambiguous(tmp_path):
 @pytest.mark.parametrize("span", [slice(120, None), slice(50, 150)])
 def test_frozen_rows_in_all_layers_are_named(tmp_path, span):
     array = ARRAY.copy()
-    array[:, span] = np.arange(8)
+    array[:, span] = array[:, 119:120]
     assert outcome(taken(tmp_path, npz(array)), "no frozen rows") == "warn"
 
 

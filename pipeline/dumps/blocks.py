@@ -58,11 +58,19 @@ _MAGIC_BYTES = 512
 _DISK_LEFT_BYTES = 256 * 1024 * 1024
 
 
-class MalformedDump(ValueError):
+class _NoTraceOfIt(ValueError):
+    """check: the check that refuses, by its name in `pipeline.validator`; null where the layout itself does."""
+
+    def __init__(self, message: str, *, check: str | None = None) -> None:
+        super().__init__(message)
+        self.check = check
+
+
+class MalformedDump(_NoTraceOfIt):
     """A dump of a known layout that is broken: truncated, contradicting itself, or changed while it was read."""
 
 
-class RefusedDump(ValueError):
+class RefusedDump(_NoTraceOfIt):
     """A file that cannot become a trace, however sound: counts, pointers, pickles, unknown layouts."""
 
 
