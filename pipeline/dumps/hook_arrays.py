@@ -61,7 +61,7 @@ def parse_shards(folder: DumpFolder, asked: Asked) -> ParsedDump:
         if value is not None and not (is_integer(value) and 0 < value < 2**31):
             raise MalformedDump(f"{manifest_path}: {key} is {str(value)[:40]!r}, wanted a positive whole number")
         counts[key] = value
-    with DumpFile(shards[0][0]) as dump:
+    with folder.open(shards[0][0]) as dump:
         shape = Safetensors(dump).headers["topk_indices"].shape if _is_shard(dump) else ()
     if len(shape) != 4 or 0 in shape[1:]:
         raise MalformedDump(
@@ -97,13 +97,13 @@ def parse_shards(folder: DumpFolder, asked: Asked) -> ParsedDump:
         weight_kind="softmax",
         rank_known=True,
     )
-    parsed.blocks = _shard_blocks(shards, (layers, top_k), decodes, parsed)
+    parsed.blocks = _shard_blocks(folder, shards, (layers, top_k), decodes, parsed)
     return parsed
 
 
 def _manifest(folder: DumpFolder) -> tuple[Path, dict[str, Any]]:
     for file in folder.files:
-        with DumpFile(file) as dump:
+        with folder.open(file) as dump:
             if not _is_manifest_head(dump.head()):
                 continue
             if dump.size_bytes > MAX_MANIFEST_BYTES:
@@ -162,8 +162,8 @@ def _shards(folder: DumpFolder, manifest_path: Path, manifest: dict[str, Any]) -
     for file in folder.files:
         if file in listed or file == manifest_path:
             continue
-        with DumpFile(file) as dump:
-            if not dump.is_packed and header_names(dump.head()) >= _SHARD_ARRAYS:
+        with folder.open(file) as dump:
+            if header_names(dump.head()) >= _SHARD_ARRAYS:
                 raise MalformedDump(
                     f"{file}: a shard that is not in the manifest; is {manifest_path.name} an older one?"
                 )
@@ -171,17 +171,21 @@ def _shards(folder: DumpFolder, manifest_path: Path, manifest: dict[str, Any]) -
 
 
 def _is_shard(dump: DumpFile) -> bool:
-    return not dump.is_packed and set(Safetensors(dump).headers) >= _SHARD_ARRAYS
+    return set(Safetensors(dump).headers) >= _SHARD_ARRAYS
 
 
 def _shard_blocks(
-    shards: list[tuple[Path, str, int]], wanted: tuple[int, int], decodes: bool, parsed: ParsedDump
+    folder: DumpFolder,
+    shards: list[tuple[Path, str, int]],
+    wanted: tuple[int, int],
+    decodes: bool,
+    parsed: ParsedDump,
 ) -> Iterator[RowBlock]:
     layers, top_k = wanted
     sequences = Sequences(range(layers))
     request = 0
     for file, digest, count in shards:
-        with DumpFile(file) as dump:
+        with folder.open(file) as dump:
             if dump.sha256().hexdigest() != digest:
                 raise MalformedDump(
                     f"{file}: its SHA-256 is not the one of the manifest: damaged or another file; copy it again"

@@ -765,8 +765,6 @@ def parse_parquet(dump: DumpFile, asked: Asked) -> ParsedDump:
     Raises:
         MalformedDump: damaged, a column of another type, nulls, rows of different widths.
     """
-    if dump.is_packed:
-        raise RefusedDump(f"{dump.path}: Parquet inside gzip; unpack it (gunzip) and ingest the file")
     first = next(_parquet_batches(dump, sorted(_PARQUET), 1), None)
     if first is None:
         raise MalformedDump(f"{dump.path}: no row: was the recorder stopped before it wrote any?")

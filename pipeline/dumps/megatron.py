@@ -267,7 +267,7 @@ def parse_folder(folder: DumpFolder, asked: Asked) -> ParsedDump:
     for file in folder.files:
         if _SIDECARS.fullmatch(file.name):
             continue
-        with DumpFile(file) as dump:
+        with folder.open(file) as dump:
             if b'"top_indices"' not in dump.head():
                 raise RefusedDump(
                     f"{folder.path}: {file.name} is no router trace; a folder holds the files of one run's ranks alone"
@@ -310,7 +310,7 @@ def _joined(
     number = 0
     empty = np.zeros((0, top_k), dtype=np.int32)
     with ExitStack() as stack:
-        dumps = [stack.enter_context(DumpFile(file)) for file in files]
+        dumps = [stack.enter_context(folder.open(file)) for file in files]
         walks = [_keyed(_sweeps(dump, top_k, seen[at]), at) for at, dump in enumerate(dumps)]
         together: dict[int, _Sweep] = {}
         now: tuple[int, int] | None = None

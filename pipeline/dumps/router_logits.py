@@ -117,8 +117,6 @@ def npz_arrays(dump: DumpFile, spool_folder: Path) -> Arrays:
 
 def safetensors_arrays(dump: DumpFile) -> Arrays:
     """The tensors of a safetensors file, mapped anew at each reading so that pages looked at do not pile up."""
-    if dump.is_packed:
-        raise RefusedDump(f"{dump.path}: safetensors inside gzip; unpack it (gunzip) and ingest the file")
     file = Safetensors(dump)
     headers = {name: header for name, header in file.headers.items() if _is_ours(name)}
     return Arrays(dump.path, headers, file.array, dict(file.metadata))

@@ -106,13 +106,13 @@ def parse_folder(folder: DumpFolder, asked: Asked) -> ParsedDump:
     counts: dict[int, Path] = {}
     members: list[Path] = []
     for file in folder.files:
-        with DumpFile(file) as dump:
+        with folder.open(file) as dump:
             if dump.head().lstrip().startswith(b"{"):
                 meta = _meta(dump)
             else:
                 members.append(file)
     for file in members:
-        with DumpFile(file) as dump:
+        with folder.open(file) as dump:
             tensors = _open(dump, asked)
         kind = tensors.kind(meta.num_experts)
         rank = _RANK.search(file.name)
@@ -130,14 +130,14 @@ def parse_folder(folder: DumpFolder, asked: Asked) -> ParsedDump:
     if not routes:
         raise RefusedDump(f"{folder.path}: {_NO_TRACE}")
     missing_ranks(folder.path, routes, max([meta.ranks or 0, *(rank + 1 for rank in counts)]))
-    kept, requests, check = shards(folder.path, [_rank(routes[rank], rank, asked) for rank in sorted(routes)])
+    kept, requests, check = shards(folder.path, [_rank(folder, routes[rank], rank, asked) for rank in sorted(routes)])
     files = [routes[sorted(routes)[index]] for index in kept]
     checks = [check]
     if counts:
-        checks.append(_counts_check(routes, counts, meta, asked))
+        checks.append(_counts_check(folder, routes, counts, meta, asked))
     stack = ExitStack()
     try:
-        opened = [_open(stack.enter_context(DumpFile(file)), asked) for file in files]
+        opened = [_open(stack.enter_context(folder.open(file)), asked) for file in files]
         return _parsed(folder.path, meta, opened, requests, stack, checks)
     except BaseException:
         stack.close()
@@ -219,20 +219,22 @@ def _ids(tensors: _Tensors, key: tuple[int, int]) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(values, dtype=np.int32)
 
 
-def _rank(file: Path, number: int, asked: Asked) -> Rank:
+def _rank(folder: DumpFolder, file: Path, number: int, asked: Asked) -> Rank:
     rank = Rank(f"rank {number}")
-    with DumpFile(file) as dump:
+    with folder.open(file) as dump:
         tensors = _open(dump, asked)
         for key in sorted(tensors.headers):
             rank.add(key, _ids(tensors, key))
     return rank
 
 
-def _counts_check(routes: dict[int, Path], counts: dict[int, Path], meta: _Meta, asked: Asked) -> CheckRecord:
+def _counts_check(
+    folder: DumpFolder, routes: dict[int, Path], counts: dict[int, Path], meta: _Meta, asked: Asked
+) -> CheckRecord:
     """Whether the engine's own counts are those of the routes, rank by rank."""
     compared, wrong = 0, ""
     for rank in sorted(set(routes) & set(counts)):
-        with DumpFile(routes[rank]) as ours, DumpFile(counts[rank]) as theirs:
+        with folder.open(routes[rank]) as ours, folder.open(counts[rank]) as theirs:
             tensors, counted = _open(ours, asked), _open(theirs, asked)
             for key in sorted(set(tensors.headers) | set(counted.headers)):
                 compared += 1

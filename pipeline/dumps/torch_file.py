@@ -35,6 +35,7 @@ from pipeline.dumps.blocks import (
     RefusedDump,
     Sample,
 )
+from pipeline.dumps.packing import open_zip
 
 NAME = "torch_file"
 """The layout of all torch files; what lies in one has a name of its own in the trace."""
@@ -176,7 +177,7 @@ def load_folder(folder: DumpFolder, asked: Asked) -> list[Loaded]:
     loaded: list[Loaded] = []
     for begin in range(0, len(folder.files), FILES_AT_ONCE):
         with ExitStack() as stack:
-            dumps = [stack.enter_context(DumpFile(file)) for file in folder.files[begin : begin + FILES_AT_ONCE]]
+            dumps = [stack.enter_context(folder.open(file)) for file in folder.files[begin : begin + FILES_AT_ONCE]]
             loaded += _load(dumps, asked)
     return loaded
 
@@ -209,7 +210,7 @@ def describe(tree: Tree) -> str:
 
 
 def _load(dumps: Sequence[DumpFile], asked: Asked) -> Iterator[Loaded]:
-    sizes = sum(dump.size_bytes for dump in dumps)
+    sizes = sum(os.fstat(dump.raw.fileno()).st_size for dump in dumps)
     seconds = SECONDS + sizes // BYTES_PER_SECOND
     asked.spool_folder.mkdir(parents=True, exist_ok=True)
     with (
@@ -242,8 +243,6 @@ def _load(dumps: Sequence[DumpFile], asked: Asked) -> Iterator[Loaded]:
 
 
 def _is_sound_zip(dump: DumpFile) -> bool:
-    if dump.is_packed:
-        raise RefusedDump(f"{dump.path}: a torch file inside gzip; unpack the outer layer (gunzip) and ingest the .pt")
     head = dump.raw.read(len(LEGACY_MAGIC))
     if head == LEGACY_MAGIC:
         return False
@@ -252,7 +251,7 @@ def _is_sound_zip(dump: DumpFile) -> bool:
             f"{dump.path}: not a torch file, but others of its folder are; a folder is one dump, put it elsewhere"
         )
     try:
-        with zipfile.ZipFile(dump.raw) as archive:
+        with open_zip(dump.raw) as archive:
             members = archive.infolist()
     except DAMAGE as error:
         raise MalformedDump(

@@ -1224,8 +1224,8 @@ def refuse_stats(dump: DumpFile, asked: Asked) -> ParsedDump:
 
 def _refuse_stats_folder(folder: DumpFolder, asked: Asked) -> ParsedDump:
     for file in folder.files:
-        with DumpFile(file) as dump:
-            if file.stat().st_size and b'"record_type"' in dump.head():
+        with folder.open(file) as dump:
+            if b'"record_type"' in dump.head():
                 return refuse_stats(dump, asked)
     raise RefusedDump(f"{folder.path}: expert-routing statistics (counts), not the routes of tokens")
 
