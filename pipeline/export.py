@@ -142,7 +142,7 @@ def export(trace: Path, layout: str, out: Path) -> Exported:
     with publish(out) as temporary, temporary.open("wb") as file:
         writer.write(source, file)
     lost = [name for name in _FACTS if known[name] not in (None, [], {}) and name not in writer.holds]
-    if any(check.name == "positions captured" for check in source.metadata.checks):
+    if any(check.name == "positions captured" and check.outcome == "warn" for check in source.metadata.checks):
         lost.append("missing positions")
     return Exported(source.rows, [*lost, *source.left_out])
 

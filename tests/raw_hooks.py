@@ -13,7 +13,10 @@ import random
 import struct
 import zipfile
 
-from tests.raw_dumps import Routes, npy_bytes
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tests.raw_dumps import Routes, npy_bytes, random_routes
 
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "U8": 1, "BOOL": 1}
 CODES = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i", "I16": "h", "U8": "B", "BOOL": "?"}
@@ -252,3 +255,45 @@ def shard_folder(
     }  # fmt: skip
     files["manifest.json"] = json.dumps(manifest, indent=2, sort_keys=True).encode()
     return files
+
+
+def parquet_of(calls: list[tuple[str, int, int, list[int]]]) -> bytes:
+    """Rows (context, layer, position, ids) with the columns that the KTransformers collector needs."""
+    table = pa.table(
+        {
+            "token_id": pa.array(range(len(calls)), pa.int64()),
+            "context_id": pa.array([call[0] for call in calls], pa.string()),
+            "layer_id": pa.array([call[1] for call in calls], pa.int32()),
+            "token_position": pa.array([call[2] for call in calls], pa.int32()),
+            "expert_ids": pa.array([call[3] for call in calls], pa.list_(pa.int32())),
+            "expert_weights": pa.array([[0.5] * len(call[3]) for call in calls], pa.list_(pa.float32())),
+            "token_text": pa.nulls(len(calls), pa.string()),
+            "timestamp": pa.array(range(len(calls)), pa.int64()),
+            "token_category": pa.array(["user"] * len(calls), pa.string()),
+            "expert_scores_all": pa.nulls(len(calls), pa.list_(pa.float16())),
+        }
+    )
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+_ROUTES = random_routes(24, 3, 16, 4, seed=5)
+
+SEEDS = {
+    "router_logits": npz_bytes(
+        {f"router_logits.{layer}": ("F32", (24, 16), logit_rows([_ROUTES], layer, 16, 24)) for layer in range(3)}
+        | {"attention_mask": ("I64", (1, 24), [1] * 24)},
+        {"top_k": 4},
+    ),
+    "topk_shards": shard_folder([_ROUTES[:10], _ROUTES[10:17], _ROUTES[17:]], experts=16),
+    "routing_selection_jsonl": routing_selection_dump(_ROUTES[:10], _ROUTES[10:], experts=16, top_k=4),
+    "strict_route_jsonl": lines(strict_records(_ROUTES[:10], _ROUTES[10:], layers=[0, 1, 2])),
+    "exp_ids_jsonl": exp_ids_dump([_ROUTES[:10], _ROUTES[10:]]),
+    "moe_beyond_csv": beyond_csv(_ROUTES),
+    "route_parquet": parquet_of(
+        [("a", layer, place, token[layer]) for layer in range(3) for place, token in enumerate(_ROUTES[:10])]
+        + [("a", layer, 10 + place, token[layer]) for place, token in enumerate(_ROUTES[10:]) for layer in range(3)]
+    ),
+}
+"""By layout, a small sound dump for whoever damages it."""

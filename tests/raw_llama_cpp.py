@@ -201,3 +201,22 @@ def imatrix_dump(
         data += content + bytes(-len(content) % 32)
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 3) + values + infos
     return head + bytes(-len(head) % 32) + data
+
+
+_PASSES = graphs([5, 1, 1, 4, 1, 1, 1, 1], [1, 2, 3], 32, 4, seed=1)
+_SINGLE = graphs([1] * 8, [1, 2, 3], 32, 4, seed=2)
+
+SEEDS = {
+    "llama_moe_trace": llama_moe_trace_dump(_PASSES, 4),
+    "mtsp": mtsp_dump([*_PASSES, *({3: one[3]} for one in _SINGLE[:1])], 4),
+    "moetrace": moetrace_dump(_PASSES, layers=4, experts=32, top_k=4, streams=2),
+    "flash_moe_routing": flash_moe_dump(_SINGLE, 4, 48),
+    "tesy_moe_topk": tesy_dump(_PASSES, 4),
+    "moepager_csv": moepager_dump(_PASSES),
+    "llama_moe_log": moe_log_dump(_PASSES),
+    "moe_prefetch_route": route_dump(_PASSES),
+    "ggml_moe_log": gate_dump(_PASSES),
+    "colibri_route_trace": colibri_dump(_PASSES),
+    "vference_route_trace": vference_dump(_PASSES, prompt_tokens=5, output_tokens=11),
+}
+"""By layout, a small sound dump for whoever damages it."""

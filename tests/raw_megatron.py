@@ -4,8 +4,10 @@ Shares nothing with the parser; no public file exists. A pass is `[token][layer]
 """
 
 import json
+import struct
 
-from tests.raw_dumps import Routes
+from tests.raw_dumps import Routes, random_routes
+from tests.raw_vllm import safetensors_of
 
 
 def line(step: int, layer: int, ids: list[list[int]], *, rank: int = 0, top_k: int, **more: object) -> dict:
@@ -34,3 +36,26 @@ def rank_trace(
 
 def jsonl(lines: list[dict]) -> bytes:
     return b"".join(json.dumps(one).encode() + b"\n" for one in lines)
+
+
+_ROUTES = random_routes(24, 3, 16, 4, seed=5)
+
+SEEDS = {
+    "megatron_router_trace": {
+        f"router_trace_rank{rank}.jsonl": jsonl(
+            rank_trace([_ROUTES[12 * rank :][:6], _ROUTES[12 * rank + 6 :][:6]], [1, 2, 3], rank=rank)
+        )
+        for rank in range(2)
+    },
+    "tensorrt_llm_token_selected_experts": {
+        "meta_info.json": json.dumps({"num_experts": 16, "num_experts_per_token": 4}).encode(),
+        "token_selected_experts_rank0.safetensors": safetensors_of(
+            {
+                f"{step}_{layer}": ((12, 4), "int32", struct.pack("<48i", *(e for token in part for e in token[layer])))
+                for step, part in enumerate((_ROUTES[:12], _ROUTES[12:]))
+                for layer in range(3)
+            }
+        ),
+    },
+}
+"""By layout, a small sound dump for whoever damages it: its files by name."""

@@ -6,6 +6,8 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.raw_dumps import random_routes
+
 HEADER = {"format": "expert-tier-routes", "version": 1}
 
 
@@ -39,3 +41,19 @@ def open_parquet(header: dict, records: list[dict], **types: pa.DataType) -> byt
     buffer = io.BytesIO()
     pq.write_table(table, buffer, row_group_size=7)
     return buffer.getvalue()
+
+
+_RECORDS = [
+    {
+        "step_id": step, "layer_id": layer, "phase": "decode", "request_id": [0], "token_position": [step],
+        "expert_ids": [ids], "router_weights": [[0.5, 0.25]],
+    }
+    for step, token in enumerate(random_routes(24, 3, 16, 2, seed=5))
+    for layer, ids in enumerate(token)
+]  # fmt: skip
+
+SEEDS = {
+    "open_jsonl": open_jsonl({"top_k": 2, "num_experts": 16}, _RECORDS),
+    "open_parquet": open_parquet({"top_k": 2, "num_experts": 16}, _RECORDS),
+}
+"""By layout, a small sound dump for whoever damages it."""

@@ -206,3 +206,13 @@ def partitioned(
 
 def lines(values: list[dict]) -> bytes:
     return b"".join(json.dumps(value).encode() + b"\n" for value in values)
+
+
+def _seed() -> bytes:
+    generator = random.Random(5)
+    routes = [[generator.sample(range(16), 2) for _ in range(3)] for _ in range(24)]
+    return lines([partitioned(routes[:12], 5, 8), partitioned(routes[12:], 5, 8)])
+
+
+SEEDS = {"sglang_routed_experts": _seed()}
+"""By layout, a small sound dump for whoever damages it."""

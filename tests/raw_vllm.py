@@ -11,7 +11,7 @@ import random
 import struct
 import zipfile
 
-from tests.raw_dumps import Routes, npy_bytes
+from tests.raw_dumps import Routes, npy_bytes, random_routes
 
 CODES = {"uint8": ("B", "|u1", "U8"), "int8": ("b", "|i1", "I8"), "int16": ("h", "<i2", "I16"),
          "uint16": ("H", "<u2", "U16"), "int32": ("i", "<i4", "I32"), "int64": ("q", "<i8", "I64")}  # fmt: skip
@@ -171,3 +171,18 @@ def statistics(steps: int, experts: int, status: str | None = "complete") -> byt
     if status is not None:
         records.append({"record_type": "summary", "status": status, "decode_steps": steps})
     return lines(*records)
+
+
+_ROUTES = random_routes(24, 3, 16, 2, seed=5)
+
+SEEDS = {
+    "vllm_routed_experts_npz": npz_of({"routed_experts": array(_ROUTES)}),
+    "vllm_routed_experts_safetensors": safetensors_of({"routed_experts": array(_ROUTES)}),
+    "vllm_routed_experts": lines(
+        response([encoded(_ROUTES[:12])], prompt=5, completions=[8]),
+        response([_ROUTES[12:]], prompt=5, completions=[8]),
+    ),
+    "vllm_moe_routes": lines(meta_line([0, 1, 2], 16, 2), *pass_lines(_ROUTES, [0, 1, 2])),
+    "vllm_expert_stats": statistics(3, 16),
+}
+"""By layout, a small dump for whoever damages it; sound, the statistics aside, which are always refused."""

@@ -1,5 +1,7 @@
 """Megatron's router trace: routes put into synthetic files of one rank or several come out, and traps are refused."""
 
+import io
+import zipfile
 from pathlib import Path
 
 import polars as pl
@@ -121,7 +123,10 @@ def test_a_rank_without_tokens_in_a_step_is_read(tmp_path):
 def test_equal_ranks_are_replicas_and_kept_once(tmp_path):
     steps = steps_of()
     files = {f"router_trace_rank{rank}.jsonl": jsonl(rank_trace(steps, LAYERS, rank=rank)) for rank in range(3)}
-    files |= {"hidden_states_rank0.bin": b"\0", "logits_rank0.bin": b"\0", "router_state_rank0.pt": b"PK\3\4data.pkl"}
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
+        archive.writestr("router_state/data.pkl", b"")
+    state = buffer.getvalue()
+    files |= {"hidden_states_rank0.bin": b"\0", "logits_rank0.bin": b"\0", "router_state_rank0.pt": state}
     one = ingested(write(tmp_path / "trace", files))
     assert rows_of(one) == expected([steps])
     assert "3 ranks: 2 replicas left out, 1 kept" in check(one, "ranks are replicas or shards")[1]

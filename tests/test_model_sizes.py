@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.cli import main
 from pipeline.dumps.blocks import MalformedDump
-from pipeline.ingest import ingest, inspect, trace_id_for
+from pipeline.ingest import ingest, judge, trace_id_for
 from pipeline.model_sizes import read_model
 from replayer.checkpoints import MalformedCheckpoint
 from replayer.trace import read_metadata
@@ -364,7 +364,7 @@ def test_the_command_line(tmp_path, capsys):
     assert main(["inspect", str(path), "--model", str(model), "--json"]) == 0
     metadata = json.loads(capsys.readouterr().out)["metadata"]
     assert metadata["model_file"]["sizes_from"].startswith("formula:")
-    assert metadata == inspect(path, UserMetadata(), tmp_path, model=read_model(model)).model_dump(mode="json")
+    assert metadata == judge(path, UserMetadata(), tmp_path, model=read_model(model)).metadata.model_dump(mode="json")
     data = ["--data", str(tmp_path / "data")]
     assert main(["ingest", str(path), "--model", str(tmp_path / "nothing"), *data]) == 1
     error = capsys.readouterr().err
