@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timedelta
 from importlib import resources
 from importlib.metadata import version
@@ -41,7 +41,7 @@ from replayer.trace import MalformedTrace, Trace, read_trace
 from schemas.columns import COLUMNS, PREDICTORS
 from schemas.files import ENVIRONMENT_VARIABLE, DataFolder
 from schemas.tables import TABLES
-from schemas.trace import TraceMetadata
+from schemas.trace import CheckVerdict, TraceMetadata
 from schemas.validation import ContractViolation
 
 
@@ -131,6 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("dump", nargs="?", type=Path, metavar="DUMP")
     command.add_argument("--checks", action="store_true", help="list the checks, with their thresholds and reasons")
+    command.add_argument(
+        "--imatrix", type=Path, metavar="GGUF", help="hold the dump's selections against an imatrix of the same run"
+    )
     _add_said(command)
     command.add_argument("--model", type=Path, metavar="PATH", help=_MODEL_HELP)
     _add_unpacking(command)
@@ -350,6 +353,15 @@ def _inspect(arguments: argparse.Namespace) -> int:
         verdict = judge(
             arguments.dump, user, Path(spool), model=model, unpacking=_unpacking(arguments), reading=reading
         )
+        if arguments.imatrix is not None and verdict.metadata is not None:
+            from pipeline.dumps.imatrix import compare_counts, imatrix_counts, trace_counts
+
+            counted = imatrix_counts(arguments.imatrix)
+            one = ingest(arguments.dump, DataFolder(Path(spool)), user, model=model, unpacking=_unpacking(arguments))
+            compared = compare_counts(counted, trace_counts(one.path))
+            verdict = replace(
+                verdict, checks=[*verdict.checks, *(CheckVerdict(**check.model_dump()) for check in compared)]
+            )
     metadata = verdict.metadata
     if arguments.json:
         document = {

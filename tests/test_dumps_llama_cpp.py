@@ -618,6 +618,24 @@ def test_imatrix_counts_are_compared_with_a_traces_own(tmp_path):
     assert outcomes["imatrix: same counts"].outcome == "warn"
 
 
+def test_inspect_holds_a_dump_against_an_imatrix(tmp_path, capsys):
+    (tmp_path / "dump").write_bytes(raw.llama_moe_trace_dump(PASSES, K))
+    counts = {layer: [0.0] * 32 for layer in LAYERS}
+    for one in PASSES:
+        for layer, rows in one.items():
+            for expert in raw.flat(rows):
+                counts[layer][expert] += 1
+    for wrong, verdict in ((0, "ok"), (5, "warn")):
+        counts[2][3] += wrong
+        (tmp_path / "imatrix").write_bytes(raw.imatrix_dump(counts))
+        call = ["inspect", tmp_path / "dump", "--imatrix", tmp_path / "imatrix", "--meta", "num_experts=32", "--json"]
+        status, out, err = expert_tier(capsys, *call)
+        assert (status, err) == (0, "")
+        document = json.loads(out)
+        assert {one["name"]: one["outcome"] for one in document["checks"]}["imatrix: same counts"] == verdict
+    assert not list(tmp_path.glob("data*"))
+
+
 def test_imatrix_fillers_of_1_and_disagreeing_parts_are_named(tmp_path):
     path = tmp_path / "i.gguf"
     content = raw.imatrix_dump({1: [3.0, 1.0, 4.0]})
