@@ -26,6 +26,7 @@ from pipeline.bundle import UnusableBundle, add_bundle, shipped, write_bundle
 from pipeline.dump_checks import CHECKS, listed
 from pipeline.dumps.blocks import MalformedDump, RefusedDump
 from pipeline.dumps.packing import Unpacking
+from pipeline.dumps.sniff import described
 from pipeline.export import FORMATS, CannotHold, export
 from pipeline.ingest import Ingested, Reading, WrongMetadata, ingest, judge, name_of, read_user_metadata
 from pipeline.model_sizes import read_model
@@ -131,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("dump", nargs="?", type=Path, metavar="DUMP")
     command.add_argument("--checks", action="store_true", help="list the checks, with their thresholds and reasons")
+    command.add_argument("--layouts", action="store_true", help="list the layouts of dumps that are read")
     command.add_argument(
         "--imatrix", type=Path, metavar="GGUF", help="hold the dump's selections against an imatrix of the same run"
     )
@@ -341,8 +343,13 @@ def _ingested_document(one: Ingested) -> dict[str, Any]:
 def _inspect(arguments: argparse.Namespace) -> int:
     import tempfile
 
-    if arguments.checks == (arguments.dump is not None):
-        raise WrongCall("inspect takes either a DUMP or --checks, for example: expert-tier inspect my.npz")
+    if arguments.checks + arguments.layouts + (arguments.dump is not None) != 1:
+        raise WrongCall("inspect takes a DUMP, --checks or --layouts, for example: expert-tier inspect my.npz")
+    if arguments.layouts:
+        names = [{"name": name, "description": description} for name, description in described()]
+        lines = [f"{one['name']:<36} {one['description']}" for one in names]
+        print(json.dumps(names) if arguments.json else "\n".join(lines))
+        return 0
     if arguments.checks:
         print(json.dumps([asdict(check) for check in CHECKS]) if arguments.json else listed())
         return 0

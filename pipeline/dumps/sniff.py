@@ -44,19 +44,18 @@ from pipeline.dumps.blocks import (
 from pipeline.dumps.packing import open_zip
 from schemas.trace import METADATA_KEY
 
+_TREES = (
+    *sglang.TREE_LAYOUTS,
+    *rl_replay.TREE_LAYOUTS,
+    *router_logits.TREE_LAYOUTS,
+    *hook_arrays.TREE_LAYOUTS,
+)
+
 LAYOUTS: tuple[Layout, ...] = (
     *open_format.LAYOUTS,
     *llama_cpp_binary.LAYOUTS,
     *llama_cpp.LAYOUTS,
-    *torch_file.layouts(
-        (
-            *sglang.TREE_LAYOUTS,
-            *rl_replay.TREE_LAYOUTS,
-            *router_logits.TREE_LAYOUTS,
-            *hook_arrays.TREE_LAYOUTS,
-        ),
-        sglang.TREE_NO_TRACES,
-    ),
+    *torch_file.layouts(_TREES, sglang.TREE_NO_TRACES),
     *sglang_responses.LAYOUTS,
     *vllm.LAYOUTS,
     *megatron.LAYOUTS,
@@ -128,9 +127,13 @@ def parse(dump: Dump, asked: Asked) -> ParsedDump:
     raise _unknown(dump, sample)
 
 
-def known() -> str:
-    """The layouts that are read, for a person."""
-    return "; ".join(dict.fromkeys(layout.description for layout in LAYOUTS))
+LIST = "expert-tier inspect --layouts lists what is read"
+
+
+def described() -> list[tuple[str, str]]:
+    """(name, a few words) of each layout that is read; what lies in torch files has names of its own."""
+    trees = [(layout.name, f"torch file: {layout.description}") for layout in _TREES]
+    return [(layout.name, layout.description) for layout in LAYOUTS if layout.name != torch_file.NAME] + trees
 
 
 def _parse_folder(folder: DumpFolder, asked: Asked) -> ParsedDump:
@@ -157,9 +160,7 @@ def _parse_folder(folder: DumpFolder, asked: Asked) -> ParsedDump:
         if found is not None and found[0].name != torch_file.NAME:
             break
     if found is None:
-        raise said or RefusedDump(
-            f"{folder.path}: none of its {len(folder.files)} files is of a known layout. Known: {known()}"
-        )
+        raise said or RefusedDump(f"{folder.path}: none of its {len(folder.files)} files is of a known layout; {LIST}")
     layout, name = found
     if layout.parse_folder is None:
         raise RefusedDump(
@@ -213,25 +214,23 @@ def _parquet_names(dump: DumpFile) -> tuple[frozenset[str], frozenset[str]]:
 def _unknown(dump: DumpFile, sample: Sample) -> RefusedDump | MalformedDump:
     if sample.head.startswith(b"PAR1"):
         columns = ", ".join(sorted(sample.parquet_columns)[:8])
-        return RefusedDump(f"{dump.path}: Parquet of no known layout, columns {columns[:200]}. Known: {known()}")
+        return RefusedDump(f"{dump.path}: Parquet of no known layout, columns {columns[:200]}; {LIST}")
     if sample.members:
         return npz.unknown(dump, sample.members)
     if not sample.line.startswith(("{", "[")):
-        return RefusedDump(f"{dump.path}: no known layout; its first line is {sample.line[:120]!r}. Known: {known()}")
+        return RefusedDump(f"{dump.path}: no known layout; its first line is {sample.line[:120]!r}; {LIST}")
     if sample.value is None:
         if sample.line in ("{", "["):
             return RefusedDump(f"{dump.path}: one JSON document over many lines, wanted one object per line")
         if b"\n" not in sample.head and len(sample.head) < dump.size_bytes and not dump.is_packed:
-            return RefusedDump(f"{dump.path}: one JSON document of {dump.size_bytes} bytes on a line; {known()}")
+            return RefusedDump(f"{dump.path}: one JSON document of {dump.size_bytes} bytes on a line; {LIST}")
         return MalformedDump(
             f"{dump.path}, line 1: no complete JSON object ({sample.line[:80]!r}…): is the dump truncated?"
         )
     if not isinstance(sample.value, dict):
-        return RefusedDump(
-            f"{dump.path}: a JSON {type(sample.value).__name__} per line, wanted objects. Known: {known()}"
-        )
+        return RefusedDump(f"{dump.path}: a JSON {type(sample.value).__name__} per line, wanted objects; {LIST}")
     fields = ", ".join(sorted(map(str, sample.value))[:8])
-    return RefusedDump(f"{dump.path}: JSONL of no known layout, fields {fields[:200]}. Known: {known()}")
+    return RefusedDump(f"{dump.path}: JSONL of no known layout, fields {fields[:200]}; {LIST}")
 
 
 def _refuse_binary(dump: DumpFile, head: bytes) -> None:
