@@ -283,8 +283,9 @@ def test_the_nightly_schedule_takes_what_is_new_or_made_by_older_versions(data, 
     monkeypatch.setattr(results, "ANALYSIS_VERSION", version + 1)
     assert f"analysis version {version}, now {version + 1}" in next(iter(stale_traces(data))).reason
     monkeypatch.setattr(results, "ANALYSIS_VERSION", version)
-    monkeypatch.setattr(results, "PARSER_VERSION", 2)
-    assert "parsed by version 1, now 2" in next(iter(stale_traces(data))).reason
+    parser = results.PARSER_VERSION
+    monkeypatch.setattr(results, "PARSER_VERSION", parser + 1)
+    assert f"parsed by version {parser}, now {parser + 1}" in next(iter(stale_traces(data))).reason
     resources = {"data": assets.DataFolderResource(root=str(data.root))}
     with dg.DagsterInstance.get() as instance:
         context = dg.build_schedule_context(instance, resources=resources, repository_def=defs.get_repository_def())
