@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 
 from pipeline.dumps import sniff
 from pipeline.dumps.blocks import DumpFile
+from pipeline.ingest import ingest
+from schemas.files import DataFolder
+from schemas.trace import UserMetadata
 from tests.mutations import KINDS, PAYLOADS, SECONDS, Edit, answer, damaged, seeds, written
 
 SEEDS = seeds()
@@ -37,6 +40,17 @@ def test_a_seed_is_claimed_by_its_layout(tmp_path, name):
             sample = sniff.look(dump)
         claimed += [layout.name for layout in sniff.LAYOUTS if layout.claims(sample)][:1]
     assert claimed[:1] == [name]
+
+
+REFUSED = {"vllm_expert_stats"}
+"""Layouts that exist to be refused by name."""
+
+
+@pytest.mark.parametrize("name", sorted(set(SEEDS) - REFUSED))
+def test_a_seed_becomes_a_trace(tmp_path, name):
+    one = ingest(written(SEEDS[name], tmp_path), DataFolder(tmp_path / "data"), UserMetadata())
+    assert one.metadata.source.format == name
+    assert one.metadata.counts.rows > 20
 
 
 @pytest.mark.parametrize("name", SEEDS)
