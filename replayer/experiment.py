@@ -57,6 +57,7 @@ MOST_ATTEMPTS = 3
 _MOST_REPEATS = 10_000
 _MOST_CONDITIONS = 1_000
 _MOST_FILE_BYTES = 1 << 20
+_MOST_SHOWN = 60
 _AXES = ("label", "tenants", "streams", "baseline", "shares_wall")
 """Keys whose list is a value of its own, not one condition per item."""
 
@@ -256,6 +257,11 @@ def find(name: str, option: str = "--experiment", folder: Path = FOLDER) -> Path
     if name in known:
         return folder / f"{name}.toml"
     if name.endswith(".toml"):
+        stem = name.removesuffix(".toml")
+        if stem in known and not Path(name).exists():
+            raise UnusableExperiment(
+                f"{option} {name!r}: no such file, and what is shipped is called without suffix; say {option} {stem}"
+            )
         return Path(name)
     raise UnusableExperiment(
         f"{option} {name[:80]!r}, wanted one of {', '.join(known)}, or a file whose name ends in .toml"
@@ -334,19 +340,34 @@ def _parsed(text: str, source: str) -> _File:
 def worded_faults(error: ValidationError, where: str, model: type[BaseModel]) -> str:
     """What pydantic found wrong with a table of the file `where`, one line per fault."""
     lines = []
+    wanted_of: dict[str, list[str]] = {}
+    found_of: dict[str, Any] = {}
     for fault in error.errors():
         # Members of a union are told apart by names that are none of the file's.
         key = ".".join(str(part) for part in fault["loc"] if not re.search(r"[\[(]|^(int|str)$", str(part)))
         if fault["type"] == "extra_forbidden":
-            lines.append(f"{where}: key {key}, wanted one of {', '.join(model.model_fields)}")
+            lines.append(f"{where}: key {key} is unknown, wanted one of {', '.join(model.model_fields)}")
         elif fault["type"] == "missing":
             lines.append(f"{where}: key {key} is missing")
         else:
             wanted = fault["msg"]
             for words in ("Input should be ", "a valid ", "String should have ", "String should "):
                 wanted = wanted.removeprefix(words)
-            lines.append(f"{where}: key {key}: wanted {wanted}, found {fault['input']!r:.60}")
+            # Each member of a union says what it wanted.
+            wanted_of.setdefault(key, []).append(wanted)
+            found_of[key] = fault["input"]
+    for key, members in wanted_of.items():
+        place = f"key {key}: " if key else ""
+        lines.append(f"{where}: {place}wanted {' or '.join(dict.fromkeys(members))}, found {_shown(found_of[key])}")
     return "\n".join(dict.fromkeys(lines))
+
+
+def _shown(value: Any) -> str:
+    """A value in a sentence: itself where it is short, else what kind of thing it is."""
+    if isinstance(value, Mapping | list) and len(repr(value)) > _MOST_SHOWN:
+        return f"{'a list' if isinstance(value, list) else 'a table'} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}… ({len(str(value)):,} characters)"
 
 
 class _Labels(NamedTuple):

@@ -10,6 +10,7 @@ with MGLRU on or off. Cells that ask for the same kernel command line share a bo
 import hashlib
 import itertools
 import json
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from replayer.experiment import StrictModel, UnusableExperiment, combinations, size_of, worded_faults
+from replayer.quantities import MAX_BYTES
 from replayer.request import Request, UnusableReplay, check_request
 from schemas.columns import FADVICES, MGLRU_SETTINGS, OBSERVATIONS, PLACES
 
@@ -49,6 +51,7 @@ FILESYSTEMS = ("ext4", "xfs")
 
 _BOOT_STEP_BYTES = 1 << 20
 _LEAST_BOOT_BYTES = 192 << 20
+_LEAST_CAPACITY_BYTES = 4096
 _MOST_CELLS = 2_000
 
 
@@ -85,6 +88,25 @@ class _File(StrictModel):
     run_limit_s: Annotated[int, Field(ge=10, le=86_400)] = 300
     common: dict[str, Any] = Field(default_factory=dict)
     condition: Annotated[list[dict[str, Any]], Field(min_length=1)]
+
+
+class _Defined(BaseModel):
+    """Of what `_defined` writes, what is read again; the rest of it is left alone."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _DefinedRequest(_Defined):
+    capacity_bytes: Annotated[int, Field(ge=0, le=MAX_BYTES)] | None
+
+
+class _DefinedCondition(_Defined):
+    label: Annotated[str, Field(min_length=1, max_length=1000)]
+    request: _DefinedRequest
+
+
+class _Definition(_Defined):
+    conditions: Annotated[list[_DefinedCondition], Field(min_length=1, max_length=_MOST_CELLS)]
 
 
 @dataclass(frozen=True)
@@ -158,10 +180,15 @@ def resolve(
     trace_id: str,
     pool_id: str,
     pool_bytes: int,
+    expert_bytes: int = 0,
+    steps: int | None = None,
     replayer_version: str = "",
     repeats: int | None = None,
 ) -> Lab:
     """The lab that the TOML `text` of the file `source` describes; repeats overrides the file's.
+
+    expert_bytes: of the pool's smallest expert, so that nothing is refused that a replay would make. steps: those of
+    the trace without warm-up; null if that is not known.
 
     Raises:
         UnusableLab: the text is malformed or asks for what does not go together; one line per fault.
@@ -179,11 +206,17 @@ def resolve(
         # A condition is called by its values in the order of the keys here, whichever the file has.
         known = {key: keys[key] for key in _Asked.model_fields if key in keys}
         listed = combinations({**known, **keys}, where)
-        conditions += [_condition(said, one, pool_bytes, where) for said, one in listed]
+        found = [_condition(said, one, pool_bytes, where) for said, one in listed]
+        for one in found:
+            _check_size(one, pool_bytes, expert_bytes, where)
+            _check_steps(one.request.steps, steps, where)
+        conditions += found
     twice = {one.label for one in conditions if sum(one.label == other.label for other in conditions) > 1}
     if twice:
         raise UnusableLab(f"{source}: several conditions are called {sorted(twice)[0]!r}; give each a label")
     count = file.repeats if repeats is None else repeats
+    if count < 1:
+        raise UnusableLab(f"--repeat {count}, wanted at least 1; leave it out for the {file.repeats} of {source}")
     if len(conditions) * count > _MOST_CELLS:
         raise UnusableLab(f"{source}: {len(conditions)} conditions × {count}, wanted at most {_MOST_CELLS} runs")
     overhead = size_of(file.boot_overhead, f"{source}: key boot_overhead").bytes_of(pool_bytes, Fraction(1))
@@ -252,15 +285,56 @@ def _condition(values: list[str], keys: dict[str, Any], pool_bytes: int, where: 
     )
     if one.mechanism == BOOT and request.capacity_bytes is None:
         raise UnusableLab(f"{where}: mechanism boot without capacity, by which the guest is made small; add it")
+    if one.mechanism != "none" and request.capacity_bytes is None:
+        raise UnusableLab(f"{where}: mechanism {one.mechanism} without key capacity, which it limits to; add it")
+    if one.mechanism == "none" and request.capacity_bytes is not None:
+        raise UnusableLab(
+            f"{where}: mechanism none with key capacity, to which it limits nothing; leave it out, or choose mechanism "
+            "cgroup, balloon or boot"
+        )
     try:
         check_request(request)
     except UnusableReplay as error:
-        if one.mechanism != BOOT:
-            raise UnusableLab(f"{where}: {error}") from None
+        # What a replay calls an option is a key here.
+        said_by_key = re.sub(r"--([a-z][a-z-]*)", lambda option: f"key {option[1].replace('-', '_')}", str(error))
+        raise UnusableLab(f"{where}: {said_by_key}") from None
     named = [one.label] if one.label else [one.place, one.mechanism]
     switched = [f"MGLRU {one.mglru}"] if one.mglru else []
     label = ", ".join(dict.fromkeys([*named, *said, *switched]))
+    if not label.isprintable():
+        raise UnusableLab(f"{where}: called {label!r:.80}, wanted one line of characters that can be shown; change it")
     return Condition(label, one.place, one.mglru, memory if in_guest else None, request, one.filesystem)
+
+
+def _check_size(one: Condition, pool_bytes: int, expert_bytes: int, where: str) -> None:
+    """Refuses a capacity that no run could be made at, before a guest is started for it."""
+    capacity, threads = one.request.capacity_bytes, one.request.threads
+    if capacity is None:
+        return
+    said = f"{where}: capacity of {capacity:,} bytes"
+    if capacity > pool_bytes:
+        raise UnusableLab(f"{said}, more than the pool of {pool_bytes:,}, so nothing would be missed; ask for less")
+    if one.guest_memory_bytes is not None and capacity >= one.guest_memory_bytes:
+        raise UnusableLab(f"{said} in a guest of {one.guest_memory_bytes:,}; ask for less, or more guest_memory")
+    if capacity < _LEAST_CAPACITY_BYTES:
+        raise UnusableLab(f"{said}, less than a page of {_LEAST_CAPACITY_BYTES:,}; ask for more")
+    # Reads past the page cache evict nothing.
+    if one.request.owner != "uncached" and not one.request.allow_thrash and capacity < threads * expert_bytes:
+        raise UnusableLab(
+            f"{said}, but {threads} threads have up to {threads * expert_bytes:,} in flight, so experts would be "
+            "evicted while they are read; ask for more, use fewer threads, or set allow_thrash = true"
+        )
+
+
+def _check_steps(asked: tuple[int | None, int | None], steps: int | None, where: str) -> None:
+    begin, end = asked[0] or 0, asked[1]
+    if end is not None and end <= begin:
+        raise UnusableLab(f"{where}: key steps: {begin}:{end} is no step at all; wanted the smaller number first")
+    if steps is not None and (begin >= steps or (end or 0) > steps):
+        raise UnusableLab(
+            f"{where}: key steps: {begin}:{'' if end is None else end}, but the trace has {steps:,} steps without "
+            "warm-up; ask for fewer"
+        )
 
 
 def _defined(one: Condition) -> dict[str, Any]:
@@ -272,12 +346,18 @@ def asked_bytes(definition: str) -> dict[str, int | None]:
     """The capacity that each condition of a lab asks for, by label, in the definition's order.
 
     Raises:
-        ValueError: the text is no definition of a lab.
+        ValueError: the text is no definition of a lab; one line.
     """
     try:
-        return {one["label"]: one["request"]["capacity_bytes"] for one in json.loads(definition)["conditions"]}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"no definition of a lab: {definition[:100]!r}") from None
+        found = _Definition.model_validate_json(definition)
+    except ValidationError as error:
+        if error.errors()[0]["type"] == "json_invalid":
+            raise ValueError("no definition of a lab: no JSON") from None
+        raise ValueError(worded_faults(error, "no definition of a lab", _Definition).splitlines()[0]) from None
+    asked = {one.label: one.request.capacity_bytes for one in found.conditions}
+    if len(asked) < len(found.conditions) or not all(label.isprintable() for label in asked):
+        raise ValueError("no definition of a lab: labels of conditions that occur twice, or are no line of text")
+    return asked
 
 
 def command_of(request: Request) -> list[str]:

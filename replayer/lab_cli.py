@@ -44,11 +44,11 @@ from replayer.guest import (
 )
 from replayer.lab import Boot, BootLimit, Cell, Condition, Lab
 from replayer.lab_setup import check_architecture, set_up
-from replayer.pool import Pool, read_pool
+from replayer.pool import Pool, check_against_trace, read_pool
 from replayer.quantities import format_bytes
 from replayer.replay import package_version, replay, terminate_as_interrupt
 from replayer.replay_cli import read_marked_runs, write_rows, write_run
-from replayer.trace import Trace, read_trace
+from replayer.trace import Trace, read_trace, steps_without_warmup
 from schemas.columns import ACCELERATORS
 from schemas.files import DataFolder, publish
 from schemas.tables import FILE_TABLES, TABLES
@@ -364,6 +364,7 @@ def publish_results(results: Path, data: DataFolder) -> dict[str, Any] | None:
 def _run(arguments: argparse.Namespace) -> int:
     """Runs what remains of a lab; returns the exit code, 1 if it is not finished."""
     trace, pool = read_trace(arguments.trace), read_pool(arguments.pool)
+    check_against_trace(pool, trace.metadata)
     data = DataFolder(arguments.data.resolve())
     path = find(arguments.matrix, "--matrix", planning.FOLDER)
     lab = planning.resolve(
@@ -372,6 +373,8 @@ def _run(arguments: argparse.Namespace) -> int:
         trace_id=trace.metadata.trace_id,
         pool_id=pool.pool_id,
         pool_bytes=int(pool.object_bytes.sum()),
+        expert_bytes=int(pool.object_bytes.min()),
+        steps=len(steps_without_warmup(trace)),
         replayer_version=package_version(),
         repeats=arguments.repeat,
     )

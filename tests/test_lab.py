@@ -29,6 +29,7 @@ from replayer.lab import (
     MOST_CALIBRATIONS,
     BootLimit,
     Cell,
+    asked_bytes,
     boot_limit,
     boots,
     calibrations,
@@ -105,23 +106,117 @@ def test_the_id_of_a_lab_leaves_repetitions_out_and_has_everything_else():
     ("change", "words"),
     [
         (("repeats = 2", "repeats = 0"), "key repeats"),
-        (("[common]", "[common]\nwhat = 1"), "key what, wanted one of"),
+        (("[common]", "[common]\nwhat = 1"), "key what is unknown, wanted one of"),
         (('mechanism = "cgroup"', 'mechanism = "boot"'), "place host with mglru or mechanism boot"),
-        (('mechanism = "cgroup"', 'mechanism = "none"'), "takes no --capacity"),
+        (
+            ('mechanism = "cgroup"', 'mechanism = "none"'),
+            "mechanism none with key capacity, to which it limits nothing",
+        ),
         (('capacity = "50%"\n', 'capacity = "50%"\nguest_memory = "1MiB"\n'), "guest_memory of 1,048,576 bytes"),
         (('capacity = "50%"\n', 'capacity = "half"\n'), "wanted a size"),
         (('place = "host"', 'place = "moon"'), "key place"),
         (("name =", "name ="), "several conditions are called"),
         (("seed = 7", "seed = ="), "no TOML"),
         (("repeats = 2", "repeats = 100\nrepetitions_per_boot = 101"), "repetitions_per_boot"),
+        (('mechanism = "boot"', 'mechanism = "boot"\nheadroom = 1.5'), "headroom: wanted string or integer, found 1.5"),
+        (
+            ('[common]\ncapacity = "50%"\n', "[common]\n"),
+            "mechanism cgroup without key capacity, which it limits to; add",
+        ),
+        (
+            ('capacity = "50%"\n', 'capacity = "50%"\nmachine_bytes = "1GiB"\n'),
+            "key machine_bytes with mechanism cgroup",
+        ),
+        (
+            ('capacity = "50%"\n', 'capacity = "50%"\nfadvise = "noreuse"\nowner = "page_cache_mmap"\n'),
+            "key fadvise nor",
+        ),
+        (('capacity = "50%"\n', 'capacity = "0%"\n'), "condition 1: capacity of 0 bytes, less than a page of 4,096"),
+        (
+            ('capacity = "50%"\n', 'capacity = "300%"\n'),
+            "more than the pool of 268,435,456, so nothing would be missed",
+        ),
+        (('"50%"\n', '"90%"\nguest_memory = "192MiB"\n'), "in a guest of 201,326,592; ask for less, or more guest"),
+        (
+            ('capacity = "50%"\n', 'capacity = "900KiB"\n'),
+            "8 threads have up to 8,388,608 in flight.*allow_thrash = true",
+        ),
+        (('"0:4"', '"5:1"'), "key steps: 5:1 is no step at all; wanted the smaller number first"),
+        (('"0:4"', '"3:"\nlabel = "a\\u0000b"'), r"called 'a\\x00b, .*', wanted one line of characters"),
+        (('"0:4"', '"3:"\nlabel = "a\\nb"'), "wanted one line of characters that can be shown; change it"),
+        (('"0:4"', '"0:11"'), "key steps: 0:11, but the trace has 10 steps without warm-up; ask for fewer"),
+        (('"0:4"', '"10:"'), "key steps: 10:, but the trace has 10 steps"),
     ],
 )
 def test_a_malformed_lab_is_refused_by_what_is_wrong(change, words):
     text = SMALL.replace(*change)
     if words.startswith("several"):
         text += '[[condition]]\nplace = "host"\nmechanism = "cgroup"\n'
-    with pytest.raises(UnusableExperiment, match=words):
-        small(text)
+    with pytest.raises(UnusableExperiment, match=words) as refused:
+        small(text, expert_bytes=MIB, steps=10)
+    assert "--" not in str(refused.value)
+
+
+def test_no_repetition_at_all_is_refused():
+    with pytest.raises(
+        UnusableExperiment, match=r"--repeat 0, wanted at least 1; leave it out for the 2 of small.toml"
+    ):
+        small(repeats=0)
+
+
+def test_what_a_replay_would_make_is_not_refused():
+    assert small(SMALL.replace('"0:4"', '"0:10"'), steps=10, expert_bytes=MIB).conditions
+    thrashing = SMALL.replace('capacity = "50%"', 'capacity = "900KiB"\nallow_thrash = true')
+    assert small(thrashing, expert_bytes=MIB).conditions
+    assert small(SMALL.replace('capacity = "50%"', 'capacity = "900KiB"\nowner = "uncached"'), expert_bytes=MIB).conditions
+
+
+def test_a_pool_of_another_trace_is_refused_before_a_kernel_is_looked_for(tmp_path, capsys):
+    trace = make_trace(routing(6))
+    write_trace(trace, tmp_path / "trace.parquet")
+    other = pool_for(make_trace(routing(6, experts=4)), tmp_path / "pool", KIB)
+    call = [
+        "lab",
+        "run",
+        str(tmp_path / "trace.parquet"),
+        "--pool",
+        str(other.folder),
+        "--data",
+        str(tmp_path / "data"),
+    ]
+    assert replayer_main([*call, "--kernel", str(tmp_path / "none")]) == 2
+    assert "does not fit trace" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("definition", "words"),
+    [
+        ("", "no definition of a lab: no JSON"),
+        ("{}", "no definition of a lab: key conditions is missing"),
+        ("7", "no definition of a lab: wanted"),
+        ('{"conditions": []}', "key conditions: "),
+        ('{"conditions": 7}', "key conditions: wanted array, found 7"),
+        (
+            '{"conditions": [{"label": 3, "request": {"capacity_bytes": 1}}]}',
+            "conditions.0.label: wanted string, found 3",
+        ),
+        ('{"conditions": [{"label": "a", "request": {"capacity_bytes": "y"}}]}', "wanted integer, found 'y'"),
+        ('{"conditions": [{"label": "a", "request": {"capacity_bytes": true}}]}', "wanted integer, found True"),
+        ('{"conditions": [{"label": "a", "request": {"capacity_bytes": -1}}]}', "greater than or equal to 0"),
+        ('{"conditions": [{"label": "a", "request": {}}]}', "capacity_bytes is missing"),
+        ('{"conditions": [{"label": "a\\u0000", "request": {"capacity_bytes": 1}}]}', "no line of text"),
+        ("[" * 100_000, "no definition of a lab: no JSON"),
+    ],
+)
+def test_a_definition_is_read_only_if_every_capacity_is_one(definition, words):
+    with pytest.raises(ValueError, match=words) as refused:
+        asked_bytes(definition)
+    assert "\n" not in str(refused.value)
+
+
+def test_capacities_are_read_again_from_what_a_lab_writes():
+    lab = small()
+    assert asked_bytes(lab.definition) == {one.label: one.request.capacity_bytes for one in lab.conditions}
 
 
 def test_shipped_labs_resolve_and_unknown_ones_are_refused():
@@ -129,6 +224,9 @@ def test_shipped_labs_resolve_and_unknown_ones_are_refused():
         assert small(find(name, "--matrix", FOLDER).read_text()).name == name
     with pytest.raises(UnusableExperiment, match=r"--matrix 'mechanism', wanted one of .*mechanisms"):
         find("mechanism", "--matrix", FOLDER)
+    with pytest.raises(UnusableExperiment, match=r"no such file, and .* without suffix; say --matrix mechanisms$"):
+        find("mechanisms.toml", "--matrix", FOLDER)
+    assert find("mine.toml", "--matrix", FOLDER) == Path("mine.toml")
 
 
 def test_cells_that_need_the_same_command_line_share_a_boot_and_all_cells_are_planned_once():
