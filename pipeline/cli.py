@@ -644,8 +644,10 @@ def _bundle(arguments: argparse.Namespace) -> int:
 def _unbundle(arguments: argparse.Namespace) -> int:
     data = _folder(arguments)
     for folder in [arguments.folder] if arguments.folder else shipped():
-        lab_id = add_bundle(folder, data)
-        print(f"{folder.name}: {'there already' if lab_id is None else f'{lab_id} added'}")
+        added = add_bundle(folder, data)
+        runs = f"{added.runs:,} {'run' if added.runs == 1 else 'runs'}"
+        more = f"{added.lab_id}, {runs}{' added' if added.is_new else ' more'}"
+        print(f"{folder.name}: {more if added.runs else 'there already'}")
     return 0
 
 

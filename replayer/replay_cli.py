@@ -361,16 +361,28 @@ def write_rows(target: Path, name: str, rows: list[dict[str, Any]]) -> None:
 def read_marked_runs(data: DataFolder, table: str, name: str) -> list[dict[str, Any]]:
     """Rows of replay_run that `table` marks as those of `name`, with its columns; a mark without its run is left out.
 
+    Runs that were measured elsewhere lie together in files of the name's own.
+
     Raises:
         OSError: a file cannot be read.
     """
+    marks = [mark for path in _parts(data, table, name) for mark in pl.read_parquet(path).to_dicts()]
+    brought = {
+        run["run_id"]: run for path in _parts(data, "replay_run", name) for run in pl.read_parquet(path).to_dicts()
+    }
     found = []
-    for path in sorted((data.results / table / name).glob("[!.]*.parquet")):
-        (mark,) = pl.read_parquet(path).to_dicts()
-        with contextlib.suppress(FileNotFoundError):
-            (run,) = pl.read_parquet(data.run_file("replay_run", mark["trace_id"], mark["run_id"])).to_dicts()
+    for mark in marks:
+        run = brought.get(mark["run_id"])
+        if run is None:
+            with contextlib.suppress(FileNotFoundError):
+                (run,) = pl.read_parquet(data.run_file("replay_run", mark["trace_id"], mark["run_id"])).to_dicts()
+        if run is not None:
             found.append({**run, **mark})
     return sorted(found, key=lambda run: (run["position"], run["run_id"]))
+
+
+def _parts(data: DataFolder, table: str, partition: str) -> list[Path]:
+    return sorted((data.results / table / partition).glob("[!.]*.parquet"))
 
 
 def _write(target: Path, frame: pl.DataFrame) -> None:

@@ -168,7 +168,9 @@ def test_what_a_replay_would_make_is_not_refused():
     assert small(SMALL.replace('"0:4"', '"0:10"'), steps=10, expert_bytes=MIB).conditions
     thrashing = SMALL.replace('capacity = "50%"', 'capacity = "900KiB"\nallow_thrash = true')
     assert small(thrashing, expert_bytes=MIB).conditions
-    assert small(SMALL.replace('capacity = "50%"', 'capacity = "900KiB"\nowner = "uncached"'), expert_bytes=MIB).conditions
+    assert small(
+        SMALL.replace('capacity = "50%"', 'capacity = "900KiB"\nowner = "uncached"'), expert_bytes=MIB
+    ).conditions
 
 
 def test_a_pool_of_another_trace_is_refused_before_a_kernel_is_looked_for(tmp_path, capsys):
