@@ -9,8 +9,8 @@ from itertools import groupby
 
 import polars as pl
 
-from pipeline.page import Block, Cell, Grid, Row, amount, listed, percent, plural, sized
-from replayer.lab import asked_bytes
+from pipeline.page import Block, Cell, Grid, Row, amount, listed, percent, plural, points, sized
+from replayer.lab import CALIBRATED_WITHIN, asked_bytes
 
 VIEWS = ("lab_matrix",)
 """What the section is made of."""
@@ -30,26 +30,46 @@ def lab_blocks(tables: Mapping[str, pl.DataFrame]) -> list[Block]:
     for row in tables["lab_matrix"].iter_rows(named=True):
         rows.setdefault(row["lab_id"], []).append(row)
     labs = tables["lab"].sort("lab_id").to_dicts()
-    return [_block(lab, _in_order(lab, rows[lab["lab_id"]])) for lab in labs if lab["lab_id"] in rows]
+    return [_block(lab, rows[lab["lab_id"]]) for lab in labs if lab["lab_id"] in rows]
 
 
-def _in_order(lab: Row, rows: Sequence[Row]) -> list[Row]:
+def _asked(lab: Row) -> dict[str, int | None]:
+    """The capacity of each condition; empty where the definition does not say it."""
+    try:
+        return asked_bytes(lab["definition"])
+    except ValueError:
+        return {}
+
+
+def _in_order(rows: Sequence[Row], asked: Mapping[str, int | None]) -> list[Row]:
     """The rows with the capacity that their condition asks for, smallest first, in the order of the definition."""
-    asked = asked_bytes(lab["definition"])
     place = {label: number for number, label in enumerate(asked)}
     with_capacity = [{**row, "asked_bytes": asked.get(row["condition"])} for row in rows]
     return sorted(with_capacity, key=lambda row: (row["asked_bytes"] or 0, place.get(row["condition"], 0)))
 
 
-def _block(lab: Row, rows: Sequence[Row]) -> Block:
+def _block(lab: Row, unordered: Sequence[Row]) -> Block:
+    capacities = _asked(lab)
+    rows = _in_order(unordered, capacities)
     state = "" if lab["finished"] else ", not finished"
     asked = (
         f"{lab['asks']} {amount(lab['conditions'])} {plural('condition', lab['conditions'])}, "
         f"{amount(lab['repetitions'])} repetitions of each{state}, in an order drawn with seed {lab['order_seed']}."
     )
-    findings = [asked, *_places(rows)]
+    findings = [asked, *_places(rows), *_off_target(rows)]
+    strange = list(dict.fromkeys(row["condition"] for row in rows if row["condition"] not in capacities))
+    if strange:
+        findings.append(
+            f"What was asked for is not known of {amount(len(strange))} {plural('condition', len(strange))}, first "
+            f"{strange[0]}: the lab's definition does not say it, so nothing is held against them. Remove the lab's "
+            "results and add them again."
+        )
     for _, of_capacity in groupby(rows, key=lambda row: row["asked_bytes"]):
-        members = [row for row in of_capacity if row["valid_runs"] >= LEAST_RUNS and row["amplification_resident"]]
+        members = [
+            row
+            for row in of_capacity
+            if row["condition"] in capacities and row["valid_runs"] >= LEAST_RUNS and row["amplification_resident"]
+        ]
         findings += [*_agreement(members), *_against_classic(members)]
     return Block(
         heading=f"Lab {lab['lab']} ({lab['lab_id']})",
@@ -70,6 +90,24 @@ def _places(rows: Sequence[Row]) -> list[str]:
     parts = [f"guests of {' and of '.join(guests)}"] if guests else []
     parts += [f"the host with {' and '.join(hosts)}"] if hosts else []
     return [f"Run in {listed(parts)}. Bytes are its result; a guest's times say nothing."]
+
+
+def _off_target(rows: Sequence[Row]) -> list[str]:
+    """Which conditions kept another number of bytes than they were asked to."""
+    missed = [
+        f"{row['condition']} keeps {sized(row['resident_bytes'])} of {sized(row['asked_bytes'])} "
+        f"({points(row['resident_bytes'] / row['asked_bytes'] - 1)}\N{NARROW NO-BREAK SPACE}%)"
+        for row in rows
+        if row["asked_bytes"]
+        and row["resident_bytes"] is not None
+        and abs(row["resident_bytes"] - row["asked_bytes"]) > CALIBRATED_WITHIN * row["asked_bytes"]
+    ]
+    if not missed:
+        return []
+    return [
+        f"Further than {percent(float(CALIBRATED_WITHIN))} from the capacity asked for: {listed(missed)}. Comparisons "
+        "go by the residency that was measured."
+    ]
 
 
 def _agreement(rows: Sequence[Row]) -> list[str]:
