@@ -39,7 +39,7 @@ _MOST_PROVENANCE_BYTES = 1 << 16
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _REMEDY = "the bundle is damaged: write it again with expert-tier bundle"
 _UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
-_TOO_LARGE = "a lab has a few megabytes: the bundle is damaged, or none; write it again with fewer repetitions"
+_TOO_LARGE = "those of a lab are a hundredth of that; write the bundle again, or take it from where it was made"
 
 
 class UnusableBundle(ValueError):

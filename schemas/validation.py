@@ -4,6 +4,7 @@ Data checks really run: everything is validated as an eager frame under SCHEMA_A
 LazyFrame's values are never looked at), a canonical trace row group by row group.
 """
 
+import json
 from collections.abc import Iterable
 
 import numpy as np
@@ -89,7 +90,7 @@ def validate_table(frame: pl.DataFrame, table: Table) -> pl.DataFrame:
         with config_context(validation_depth=ValidationDepth.SCHEMA_AND_DATA):
             return table_schema(table).validate(frame, lazy=True)
     except SchemaErrors as error:
-        raise ContractViolation(_describe(table.name, error)) from None
+        raise ContractViolation(_describe(table.name, error, table.key)) from None
 
 
 def _enum_column(values: tuple[str, ...], description: str) -> pa.Column:
@@ -199,12 +200,23 @@ def validate_trace(parts: Iterable[pl.DataFrame], metadata: TraceMetadata) -> No
         raise ContractViolation(f"trace {metadata.trace_id}: {rows} rows, its metadata says {metadata.counts.rows}")
 
 
-def _describe(what: str, errors: SchemaErrors) -> str:
+def _describe(what: str, errors: SchemaErrors, key: tuple[str, ...] = ()) -> str:
     # pandera has one failure case per bad row: the distinct (column, check) pairs say it all.
     cases = errors.failure_cases.select("column", "check", "failure_case").unique(["column", "check"], keep="first")
     shown = [
-        f"{row['column']}: {row['check']} (found {row['failure_case']!r})"
+        f"{row['column']}: {row['check']} (found {_found(row['failure_case'], key)})"
         for row in cases.head(MAX_FAILURES_SHOWN).iter_rows(named=True)
     ]
     rest = cases.height - len(shown)
     return f"{what}: {'; '.join(shown)}" + (f"; and {rest} more" if rest > 0 else "")
+
+
+def _found(case: str | None, key: tuple[str, ...]) -> str:
+    """What a check failed on, in a line: of a whole row, which pandera gives as JSON, the key."""
+    if case is not None and case.startswith("{"):
+        try:
+            row = json.loads(case)
+        except ValueError:
+            return "a row"
+        return ", ".join(f"{name}={row.get(name)!r:.60}" for name in key) or "a row"
+    return f"{case!r:.100}"

@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pipeline.bundle import PROVENANCE, UnusableBundle, add_bundle, shipped, write_bundle
+from pipeline.bundle import PROVENANCE, UnusableBundle, _read, add_bundle, shipped, write_bundle
 from pipeline.cli import main
 from pipeline.lab_report import VIEWS, lab_blocks
 from pipeline.report import render_report
@@ -158,7 +158,7 @@ def test_runs_to_find_the_boot_limit_by_are_no_repetitions(tmp_path: Path) -> No
 def test_a_bundle_brings_the_same_rows_to_another_data_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     conditions = (
         condition("wall", FIVE, 100, mechanism="cgroup"),
-        condition("wall, MGLRU on", (7,), 3, mechanism="cgroup", mglru="on"),
+        condition("wall, MGLRU on", FIVE, 3, mechanism="cgroup", mglru="on"),
     )
     data = written(tmp_path / "here", *conditions, is_whole=True)
     # What belongs to no lab stays behind.
@@ -168,7 +168,7 @@ def test_a_bundle_brings_the_same_rows_to_another_data_folder(tmp_path: Path, ca
     call = ["bundle", "tiny-1", "--out", str(tmp_path / "out"), "--made-by", "make lab", "--data", str(data.root)]
     assert main(call) == 0
     other = DataFolder(tmp_path / "there")
-    for said in ("out: tiny-1, 6 runs added\n", "out: there already\n"):
+    for said in ("out: tiny-1, 10 runs added\n", "out: there already\n"):
         capsys.readouterr()
         assert main(["unbundle", str(tmp_path / "out"), "--data", str(other.root)]) == 0
         assert capsys.readouterr().out == said
@@ -176,7 +176,7 @@ def test_a_bundle_brings_the_same_rows_to_another_data_folder(tmp_path: Path, ca
         build_warehouse(root)
     for name in ("lab", "lab_run", "machine", "pool"):
         assert query(data.root, f"FROM {name} ORDER BY ALL").equals(query(other.root, f"FROM {name} ORDER BY ALL"))
-    assert query(other.root, "SELECT count(*) FROM replay_run").item() == 6
+    assert query(other.root, "SELECT count(*) FROM replay_run").item() == 10
     assert json.loads((tmp_path / "out" / PROVENANCE).read_text())["made_by"] == "make lab"
 
 
@@ -211,12 +211,12 @@ def test_a_lab_that_is_not_there_is_named(tmp_path: Path) -> None:
         ("replay_run", ["run-0"], "lab_run.parquet has run_id run-1, which replay_run.parquet does not have"),
         ("machine", {"machine_id": "other"}, "replay_run.parquet has machine_id machine-off, which machine.parquet"),
         ("pool", {"pool_id": "other"}, "replay_run.parquet has pool_id pool-1, which pool.parquet does not have"),
-        ("replay_run", {"run_id": "same"}, "replay_run.parquet: "),
+        ("replay_run", {"run_id": "same"}, "one row per run_id (found run_id='same'); damaged, or of another"),
         ("replay_run", {"bytes_valid": None}, "replay_run"),
         ("lab_run", None, "lab_run.parquet: not there; wanted a folder that expert-tier bundle wrote"),
         ("pool", b"PAR1 is not all of it", "pool.parquet: unreadable"),
         ("pool", b"PAR1" + b"\xff" * 40 + b"\x28\x00\x00\x00PAR1", "pool.parquet: unreadable (Couldn't deserialize"),
-        ("pool", b"\0" * (1 << 26 | 1), "67,108,865 bytes, wanted at most 67,108,864; a lab has a few megabytes"),
+        ("pool", b"\0" * (1 << 26 | 1), "67,108,865 bytes, wanted at most 67,108,864; those of a lab"),
         ("pool", "folder", "pool.parquet: no file; the bundle is damaged"),
     ],
 )
@@ -374,11 +374,11 @@ def test_a_run_or_lab_that_says_something_else_than_here_is_refused(tmp_path: Pa
     [
         (None, "provenance.json: not there; wanted a folder"),
         ("{", "provenance.json: no JSON"),
-        ("[" * 100_000, "provenance.json: no JSON"),
+        ("[" * 60_000, "provenance.json: no JSON"),
         ("[]", "does not say what made the results"),
         ('{"lab_id": "tiny-1", "made_by": " "}', "does not say what made the results"),
         ('{"lab_id": "huge", "made_by": "make"}', "of lab 'huge', but lab.parquet has 'tiny-1'"),
-        ('{"lab_id": "tiny-1", "made_by": "make"}', "None rows of lab, but there are 1"),
+        ('{"lab_id": "tiny-1", "made_by": "make"}', "None rows of lab, but lab.parquet has 1"),
         (" " * 70_000, "70,000 bytes, wanted at most 65,536"),
     ],
 )
@@ -408,17 +408,17 @@ def test_every_damaged_byte_of_a_bundle_is_one_line(tmp_path: Path) -> None:
     whole = file.read_bytes()
     generator = random.Random(7)
     refused = 0
-    for _ in range(150):
+    for _ in range(60):
         damaged = bytearray(whole)
         for _ in range(generator.choice((1, 2, 8))):
             damaged[generator.randrange(len(whole))] = generator.randrange(256)
         file.write_bytes(damaged)
         try:
-            add_bundle(bundle, DataFolder(tmp_path / "there"))
+            _read(bundle, "machine")
         except UnusableBundle as error:
             refused += 1
-            assert "machine" in str(error) or "among the results" in str(error)
-    assert refused > 50
+            assert str(error).startswith(f"{file}: ")
+    assert refused > 20
 
 
 @pytest.mark.parametrize("definition", [WITH_TEXT, "{}", "[", '{"conditions": [{"label": 3}]}'])
