@@ -64,7 +64,7 @@ def write_bundle(data: DataFolder, lab_id: str, folder: Path, *, made_by: str) -
         UnusableBundle: there is no such lab, or no run of it, or nothing made it. OSError: a file cannot be read or
             written.
     """
-    if not _is_line(made_by):
+    if not is_line(made_by):
         raise UnusableBundle(f"--made-by {made_by!r:.60}, wanted the command that remakes the results, as: make lab")
     labs = _of(data, "lab").filter(pl.col("lab_id") == lab_id)
     marks = _of(data, "lab_run").filter(pl.col("lab_id") == lab_id)
@@ -137,6 +137,11 @@ def shipped() -> list[Path]:
     return sorted(file.parent for file in FOLDER.glob(f"*/{PROVENANCE}"))
 
 
+def is_line(text: object) -> bool:
+    """Whether it is text to be shown in one line, and not only blanks."""
+    return isinstance(text, str) and bool(text.strip()) and text.isprintable()
+
+
 def _check_tables(folder: Path, tables: Mapping[str, pl.DataFrame]) -> None:
     """Holds the tables against each other: the runs of one lab, all of each, and nothing else."""
     if tables["lab"].height != 1:
@@ -190,7 +195,7 @@ def _check_provenance(folder: Path, tables: Mapping[str, pl.DataFrame]) -> None:
         said = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
         raise UnusableBundle(f"{file}: no JSON; {_REMEDY}") from None
-    if not isinstance(said, dict) or not _is_line(said.get("made_by")):
+    if not isinstance(said, dict) or not is_line(said.get("made_by")):
         raise UnusableBundle(f"{file}: does not say what made the results (made_by); {_REMEDY}")
     lab_id = tables["lab"]["lab_id"].item()
     if said.get("lab_id") != lab_id:
@@ -312,10 +317,6 @@ def _damaged(file: Path, error: BaseException, remedy: str) -> Exception:
     if isinstance(error, OSError) and error.errno is not None:
         return error
     return UnusableBundle(f"{file}: unreadable ({_words(error)}); {remedy}")
-
-
-def _is_line(text: object) -> bool:
-    return isinstance(text, str) and bool(text.strip()) and text.isprintable()
 
 
 def _words(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import polars as pl
 
-from pipeline.bundle import UnusableBundle, add_bundle, shipped, write_bundle
+from pipeline.bundle import UnusableBundle, add_bundle, is_line, shipped, write_bundle
 from pipeline.dump_checks import CHECKS, listed
 from pipeline.dumps.blocks import MalformedDump, RefusedDump
 from pipeline.dumps.packing import Unpacking
@@ -636,6 +636,10 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _bundle(arguments: argparse.Namespace) -> int:
+    if not is_line(arguments.made_by):
+        raise WrongCall(
+            f"--made-by {arguments.made_by!r:.60}, wanted the command that remakes the results, as: make lab"
+        )
     rows = write_bundle(_folder(arguments), arguments.lab, arguments.out, made_by=arguments.made_by)
     print(f"{arguments.out}: {rows['replay_run']:,} runs of {arguments.lab}")
     return 0
