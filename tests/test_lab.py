@@ -403,7 +403,7 @@ def kernel_in(folder: Path) -> Kernel:
 
 
 def test_the_first_file_system_holds_what_the_script_uses(tmp_path):
-    archive = gzip.decompress(guest.initramfs(kernel_in(tmp_path), 2))
+    archive = gzip.decompress(guest.initramfs(kernel_in(tmp_path), [Disk(tmp_path / "a"), Disk(tmp_path / "b", "xfs")]))
     listed = subprocess.run(["cpio", "-itv"], input=archive, capture_output=True) if shutil.which("cpio") else None
     if listed is not None:
         assert listed.returncode == 0, listed.stderr
@@ -418,7 +418,7 @@ def test_the_first_file_system_holds_what_the_script_uses(tmp_path):
         place += -(-fields[6] // 4) * 4
         if names[-1] == "init":
             assert b"insmod /lib/one.ko" in content
-            assert content.count(b"mount -t ext4 -o ro,noload") == 2
+            assert content.count(b"mount -t ext4 -o ro,noload") == content.count(b"mount -t xfs -o ro,norecovery") == 1
             assert subprocess.run(["/bin/sh", "-n"], input=content, check=False).returncode == 0
     assert names[-1] == "TRAILER!!!"
     assert {"init", "bin/busybox", "lib/one.ko", "dev/console"} <= set(names)
@@ -655,7 +655,7 @@ def test_apt_finds_its_folders_however_the_kernels_folder_is_said(tmp_path, monk
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(lab_setup, "check_architecture", lambda: None)
-    monkeypatch.setattr(lab_setup.shutil, "which", lambda program: f"/bin/{program}")
+    monkeypatch.setattr(lab_setup.shutil, "which", lambda program, path=None: f"/bin/{program}")
     monkeypatch.setattr(lab_setup, "_os_release", lambda: {"ID": "debian", "VERSION_CODENAME": "bookworm"})
     monkeypatch.setattr(lab_setup, "_source_texts", lambda: ["deb http://mirror.example/debian bookworm main\n"])
     monkeypatch.setattr(lab_setup, "_run", run)
