@@ -34,7 +34,7 @@ from pipeline.replays import Conditions, ReplayFailed, compiling_ahead, pool_of,
 from pipeline.results import stale_traces
 from replayer.command import Parser, byte_size, choice, count, run
 from replayer.machine import storage_of
-from replayer.plan import MalformedPlan, write_plan
+from replayer.plan import MalformedPlan, check_replaceable, write_plan
 from replayer.pool import MalformedPool, Pool
 from replayer.quantities import format_bytes
 from replayer.simulate import UnusableRequest
@@ -179,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--fit", metavar="FIT",
         help="what it learns from: first:F of the steps (default: first:0.6), TRACE_ID or TRACE_ID:first:F; scored is "
-        "what it did not learn from",
+        "what it did not learn from, and of a predictor that learns nothing what follows first:0.6",
     )  # fmt: skip
     command.add_argument("--seed", type=count, default=0, metavar="N", help="of what is drawn (default: 0)")
     command.add_argument("--out", type=Path, metavar="PLAN.parquet", help="write the plan there")
@@ -496,6 +496,8 @@ def _lookahead(arguments: argparse.Namespace) -> int:
     for option in ("depth", "width"):
         if getattr(arguments, option) == 0:
             raise WrongCall(f"--{option} 0, wanted at least 1")
+    if arguments.out is not None:
+        _check_plan_target(data, arguments.out)
     trace = _trace_of(data, arguments.trace)
     if arguments.fit is None:
         fit = first_part(trace, FIT_FRACTION)
@@ -506,7 +508,8 @@ def _lookahead(arguments: argparse.Namespace) -> int:
             trace, data.trace_file(arguments.trace), predictor, depth=arguments.depth or 1,
             width=arguments.width or trace.top_k, fit=fit, seed=arguments.seed,
         )  # fmt: skip
-        window = score_window(trace, fit if "fit" in taken else None)
+        # As in the table: what learns nothing is scored on the same events as what learns.
+        window = score_window(trace, fit if "fit" in taken else first_part(trace, FIT_FRACTION))
         row = recall_rows(trace, found, window, seed=arguments.seed)[-1]
         if arguments.out is not None:
             write_plan(arguments.out, found.plan, trace)
@@ -518,6 +521,19 @@ def _lookahead(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         print(f"  plan for {int(found.plan.covered.sum()):,} events → {arguments.out}")
     return 0
+
+
+def _check_plan_target(data: DataFolder, out: Path) -> None:
+    """Before any work: a plan takes the place of nothing but a plan."""
+    if not out.name:
+        raise WrongCall(f"--out {str(out)!r}, wanted the name of a file, such as plan.parquet")
+    own = data.owner_of(out)
+    if own is not None:
+        raise WrongCall(f"--out {out}: in {own}, which holds what the data folder keeps; choose a place outside of it")
+    try:
+        check_replaceable(out)
+    except MalformedPlan as error:
+        raise WrongCall(f"--out {error}") from None
 
 
 def _trace_of(data: DataFolder, trace_id: str) -> Trace:
@@ -548,7 +564,7 @@ def _recalled(row: dict[str, Any]) -> list[str]:
     ]
     lines = [
         f"{row['trace_id']}: {', '.join(told)}",
-        f"  scored: phase {row['phase']}, steps {row['warm_steps']} to {row['step_end']}, {row['events']:,} events",
+        f"  scored: phase {row['phase']}, steps {row['warm_steps']}:{row['step_end']}, {row['events']:,} events",
     ]
     for said, name in (
         ("recall, all events", "recall_all"),
@@ -772,7 +788,11 @@ def _answer(data: DataFolder, done: Sequence[Ingested]) -> list[str]:
     recall = query(data.root, "SELECT * FROM lookahead_recall").filter(
         pl.col("trace_id") == first.trace_id, pl.col("layer_id").is_null()
     )
-    lines.append(f"lookahead of {first.trace_id}, scored on the same steps:")
+    window = recall.row(0, named=True)
+    lines.append(
+        f"lookahead of {first.trace_id}: phase {window['phase']}, steps {window['warm_steps']}:{window['step_end']}, "
+        "what nobody learned from:"
+    )
     lines.append(f"  {'predictor':<16}{'':<28}{'recall':>8}{'precis.':>8}{'covered':>8}")
     nearest = (pl.col("lookahead_layers") <= 1) & pl.col("predictor").is_in(_DEMO_PREDICTORS)
     for row in recall.filter(nearest).sort("predictor", "width").iter_rows(named=True):

@@ -319,16 +319,27 @@ def predict(
     """The prediction of one predictor by name, which looks at what `TAKES` says; `path` is the trace's own file.
 
     Raises:
-        UnusableRequest: the trace has no recorded predictions, or no layer that many layers before another.
+        UnusableRequest: the trace has no recorded predictions, no layer that many layers before another, or no layer
+            of that many experts.
         MalformedTrace: its recorded predictions cannot be read.
     """
     num_layers = len(trace.layer_first_object) - 1
     if "depth" in TAKES[predictor] and depth >= num_layers:
-        raise UnusableRequest(f"depth {depth}, but trace {trace.metadata.trace_id} has {num_layers} MoE layers")
+        most = f"wanted at most {num_layers - 1}" if num_layers > 1 else "so none lies ahead; choose another predictor"
+        raise UnusableRequest(f"depth {depth}, but trace {trace.metadata.trace_id} has {num_layers} MoE layers; {most}")
+    most_experts = int(np.diff(trace.layer_first_object).max())
+    if "width" in TAKES[predictor] and width > most_experts:
+        raise UnusableRequest(
+            f"width {width}, but a layer of trace {trace.metadata.trace_id} has at most {most_experts} experts; "
+            f"wanted at most {most_experts}"
+        )
     if predictor == "recorded":
         plan = recorded(path, trace)
         if plan is None:
-            raise UnusableRequest(f"trace {trace.metadata.trace_id} has no recorded predictions; its dump held none")
+            raise UnusableRequest(
+                f"trace {trace.metadata.trace_id} has no recorded predictions, since its dump held none; choose "
+                "another predictor, or ingest a dump with predicted_expert_ids"
+            )
         return Prediction(plan, "recorded")
     if predictor == "previous_token":
         return Prediction(previous_token(trace), "previous_token", None, 0, 1)

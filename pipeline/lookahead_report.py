@@ -64,8 +64,9 @@ def _judged(rows: Sequence[Row]) -> dict[int, list[Row]]:
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
-    """Of the plans that could be made in advance the one that gains most."""
-    return max((row for row in rows if row["predictor"] != "oracle"), key=_gain, default=None)
+    """Of the plans that could be made in advance and prefetch anything the one that gains most."""
+    fetching = (row for row in rows if row["predictor"] != "oracle" and row["simulated_submitted"])
+    return max(fetching, key=_gain, default=None)
 
 
 def _answer(capacity: int, rows: Sequence[Row]) -> str:
@@ -81,8 +82,13 @@ def _answer(capacity: int, rows: Sequence[Row]) -> str:
             f"{_what(rows[0])}."
         )
     best = _best(rows)
-    if best is None:
+    if not fitted:
         return f"{where} the truth would save {percent(most)} of {_what(rows[0])}; no predictor was tried."
+    if best is None:
+        return (
+            f"{where} it does not pay: {_idle(len(fitted))}, "
+            f"where the truth would save {percent(most)} of {_what(rows[0])}."
+        )
     if _gain(best) >= WORTH:
         return (
             f"{where} it may pay: {_name(best)} would save {percent(_gain(best))} of {_what(best)}, of the "
@@ -91,11 +97,20 @@ def _answer(capacity: int, rows: Sequence[Row]) -> str:
             f"{(best['simulated_misses_with'] + best['simulated_submitted']) / best['misses']:.2f} times as many "
             "experts are read in all."
         )
+    fetching = sum(row["simulated_submitted"] > 0 for row in fitted)
     change = f"would save {percent(_gain(best))}" if _gain(best) >= 0 else f"would cost {percent(-_gain(best))}"
     return (
-        f"{where} it does not pay: the best of {amount(len(fitted))} plans, {_name(best)}, {change} of {_what(best)}, "
+        f"{where} it does not pay: the best of {amount(fetching)} {plural('plan', fetching)} that "
+        f"{'prefetches' if fetching == 1 else 'prefetch'} anything, {_name(best)}, {change} of {_what(best)}, "
         f"where the truth would save {percent(most)}: {_broken_link(best)}."
     )
+
+
+def _idle(number: int) -> str:
+    """That so many plans prefetch nothing."""
+    if number == 1:
+        return "the one plan that was tried does not prefetch anything, since what it names is there"
+    return f"none of {amount(number)} plans prefetches anything, since what they name is there"
 
 
 def _gain(row: Row) -> float:
@@ -115,9 +130,7 @@ def _broken_link(row: Row) -> str:
     if (row["hint_coverage"] or 0) < MOSTLY:
         return f"it has a prediction for {percent(row['hint_coverage'])} of the events only"
     if not row["predicted_misses"]:
-        return (
-            f"of what it names, {amount(row['predicted_accesses'])} accesses, none was missing, so it fetches nothing"
-        )
+        return f"of what it names, {amount(row['predicted_accesses'])} accesses, none was missing when it was accessed"
     if (row["recall_missed"] or 0) < MOSTLY * (row["recall_all"] or 0):
         return (
             f"it names {percent(row['recall_all'])} of all accesses and {percent(row['recall_missed'])} of the misses; "
@@ -160,7 +173,7 @@ def _pictures(judged: dict[int, list[Row]], waterfalls: Sequence[Row], plots: Pl
     """The chain of the plan that each answer speaks of; nothing where the view has no row of it."""
     key = TABLES["lookahead_benefit"].key
     by_key = {tuple(row[name] for name in key): row for row in waterfalls}
-    shown = [_best(rows) or rows[0] for rows in judged.values()]
+    shown = [best for rows in judged.values() for best in [_best(rows)] if best is not None]
     chains = [by_key[place] for row in shown for place in [tuple(row[name] for name in key)] if place in by_key]
     if not chains:
         return []
@@ -228,7 +241,9 @@ class _Measure(NamedTuple):
     none: str
     saved: str
     spreads: tuple[str, str]
+    counts: tuple[str, str]
     text: Callable[[float], str]
+    run: str
 
     def share(self, row: Row) -> float | None:
         """Saved ÷ what runs without a plan have; null where they have nothing, or nothing is known."""
@@ -240,11 +255,7 @@ def _measured(effects: Sequence[Row]) -> list[str]:
     if not effects:
         return ["Measured: nothing, since no native run of this trace delivered a plan."]
     compared = sorted((row for row in effects if row["none_runs"]), key=lambda row: -(_BYTES.share(row) or 0))
-    said = [
-        f"Measured, {_condition(row)}: {_effect(row, _BYTES)}; {_effect(row, _TIME)}; {amount(row['plan_runs'])} "
-        f"{plural('run', row['plan_runs'])} with it, {amount(row['none_runs'])} without."
-        for row in compared[:MOST_MEASURED]
-    ]
+    said = [f"Measured, {_condition(row)}: {_told(row)}." for row in compared[:MOST_MEASURED]]
     if len(compared) > MOST_MEASURED:
         said.append(f"The table has {amount(len(compared) - MOST_MEASURED)} more conditions with a plan.")
     alone = len(effects) - len(compared)
@@ -262,12 +273,30 @@ def _effect(row: Row, measure: _Measure) -> str:
     here, there = measure.text(row[measure.plan]), measure.text(row[measure.none])
     share, verdict = measure.share(row), row[measure.verdict]
     change = "" if share is None else f"{percent(abs(share))} {'more' if share < 0 else 'less'}"
-    apart = measure.text(max(row[name] for name in measure.spreads))
-    numbers = f"{here} against {there}; runs of one condition differ by up to {apart}"
+    numbers = f"{here} against {there}; {_repeated(row, measure)}"
     if verdict in ("less", "more"):
         return f"{measure.words} {change or verdict} ({numbers})"
     claim = "no effect on" if verdict == "none" else "too few valid repetitions to tell of"
     return f"{claim} {measure.words} ({', '.join(one for one in (change, numbers) if one)})"
+
+
+def _repeated(row: Row, measure: _Measure) -> str:
+    """How many runs a figure is of, and how far those of one condition are apart; one run says nothing of that."""
+    with_plan, without = (row[name] for name in measure.counts)
+    if max(with_plan, without) == 1:
+        return f"one {measure.run} each"
+    runs = f"{amount(with_plan)} {plural(measure.run, with_plan)} with it, {amount(without)} without"
+    spreads = [row[name] for name, number in zip(measure.spreads, (with_plan, without), strict=True) if number > 1]
+    return f"{runs}; {measure.run}s of one condition differ by up to {measure.text(max(spreads))}"
+
+
+def _told(row: Row) -> str:
+    """The effects of a plan, if anything of it was delivered, and of how many events it spoke."""
+    hinted = f"hints for {percent(row['hinted_share'])} of the events"
+    hinted += f" ({amount(row['hints'])} of {amount(row['plan_events'])})"
+    if not row["hints_submitted"]:
+        return f"nothing of the plan was delivered, so bytes and times say nothing of it; it has {hinted}"
+    return f"{_effect(row, _BYTES)}; {_effect(row, _TIME)}; {hinted}"
 
 
 def _condition(row: Row) -> str:
@@ -282,25 +311,26 @@ def _milliseconds(duration_ns: float) -> str:
 
 _BYTES = _Measure(
     "bytes from the device", "effect_bytes", "plan_device_bytes", "none_device_bytes", "saved_device_bytes",
-    ("none_spread_bytes", "plan_spread_bytes"), sized,
+    ("plan_spread_bytes", "none_spread_bytes"), ("plan_runs", "none_runs"), sized, "run",
 )  # fmt: skip
 _TIME = _Measure(
-    "time", "effect_time", "plan_wall_ns", "none_wall_ns", "saved_ns", ("none_spread_ns", "plan_spread_ns"),
-    _milliseconds,
+    "time", "effect_time", "plan_wall_ns", "none_wall_ns", "saved_ns", ("plan_spread_ns", "none_spread_ns"),
+    ("plan_timed_runs", "none_timed_runs"), _milliseconds, "timed run",
 )  # fmt: skip
 
 
 def _effects_grid(rows: Sequence[Row]) -> Grid:
     return Grid(
         caption="Measured, of valid runs: lower medians with the plan and without, below them the ranges. The effect "
-        "is none where the medians differ by no more than runs of either do, unknown below five runs of either. "
-        "Times: of runs whose times are valid.",
+        "is none where the medians differ by no more than runs of either do, unknown below five runs of either and "
+        "where nothing was delivered. Times: of runs whose times are valid, whose number stands with the range.",
         summary="What native runs with a plan did against those without",
         head=[
             [
                 Cell("condition", is_text=True),
                 *(Cell(text) for text in ("runs", "bytes with", "bytes without", "effect")),
-                *(Cell(text) for text in ("time with", "time without", "effect", "hints delivered", "named and there")),
+                *(Cell(text) for text in ("time with", "time without", "effect")),
+                *(Cell(text) for text in ("events with a hint", "hints delivered", "named and there")),
             ]
         ],
         rows=[
@@ -309,6 +339,7 @@ def _effects_grid(rows: Sequence[Row]) -> Grid:
                 Cell(amount(row["plan_runs"]), f"{amount(row['none_runs'])} without"),
                 *_effect_cells(row, "device{}_bytes", _BYTES),
                 *_effect_cells(row, "wall{}_ns", _TIME),
+                Cell(percent(row["hinted_share"]), f"{amount(row['hints'])} of {amount(row['plan_events'])}"),
                 Cell(percent(row["completed_share"]), f"{amount(row['hints_completed'])} of {amount(row['hints'])}"),
                 Cell(percent(row["named_hit_rate"]), f"{amount(row['named_hits'])} of {amount(row['named_accesses'])}"),
             ]
@@ -319,12 +350,13 @@ def _effects_grid(rows: Sequence[Row]) -> Grid:
 
 def _effect_cells(row: Row, name: str, measure: _Measure) -> list[Cell]:
     cells = []
-    for side, middle in (("plan", measure.plan), ("none", measure.none)):
+    for side, middle, number in zip(("plan", "none"), (measure.plan, measure.none), measure.counts, strict=True):
         if row[middle] is None:
             cells.append(Cell("—"))
             continue
         low, high = (measure.text(row[f"{side}_{name.format(end)}"]) for end in ("_low", "_high"))
-        cells.append(Cell(measure.text(row[middle]), "" if low == high else f"{low} to {high}"))
+        runs = f"{amount(row[number])} {plural(measure.run, row[number])}"
+        cells.append(Cell(measure.text(row[middle]), runs if low == high else f"{runs}, {low} to {high}"))
     return [*cells, Cell(row[measure.verdict] or "unknown")]
 
 
@@ -338,7 +370,10 @@ def _grid(rows: Sequence[Row]) -> Grid:
     )  # fmt: skip
     return Grid(
         caption="Simulated, an LRU over all layers: accesses that were named; misses that were; misses removed, and "
-        "late ones of these; hits displaced; prefetches wasted; bytes and time with the plan ÷ without.",
+        "late ones of these; hits displaced; prefetches wasted; bytes and time with the plan ÷ without. A miss that "
+        "was named may remain: a prediction is issued once, when it is made, for what is not resident then. What it "
+        "brings, or finds there, may be evicted again before the event; so a plan known all along, and the previous "
+        "token's experts, which are there when they are named, may remove none.",
         summary="The chain from what is named to time, by cache, link and plan",
         head=[
             [

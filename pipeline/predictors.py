@@ -161,6 +161,7 @@ def conditional(trace: Trace, *, depth: int, width: int, fit: Fit) -> Plan:
     """
     _check_positive(depth=depth, width=width)
     experts = np.diff(trace.layer_first_object)
+    width = _at_most_all(trace, width)
     sources, asked = _sources(trace, depth), _asked(trace, fit)
     asked &= sources >= 0
     learned = fit.other or trace
@@ -255,6 +256,7 @@ def random(trace: Trace, *, width: int, seed: int = 0) -> Plan:
     Each event draws by itself, from the seed and its number. Expected recall is width ÷ E.
     """
     _check_positive(width=width)
+    width = _at_most_all(trace, width)
     asked = trace.event_phase != _WARMUP
     events = np.flatnonzero(asked)
     named, lengths = _draw_uniformly(
@@ -271,6 +273,7 @@ def popularity(trace: Trace, *, width: int, fit: Fit, seed: int = 0) -> Plan:
     a reservoir", keys ln(u) ÷ weight.
     """
     _check_positive(width=width)
+    width = _at_most_all(trace, width)
     asked = _asked(trace, fit)
     events = np.flatnonzero(asked)
     named, lengths = _draw_by_weight(
@@ -292,6 +295,7 @@ def learned(trace: Trace, *, depth: int, width: int, fit: Fit, epochs: int = LEA
         UnusableRequest: depth, width or epochs is below 1.
     """
     _check_positive(depth=depth, width=width, epochs=epochs)
+    width = _at_most_all(trace, width)
     sources, asked = _sources(trace, depth), _asked(trace, fit)
     asked &= sources >= 0
     learned_from = fit.other or trace
@@ -351,6 +355,11 @@ def _check_positive(**numbers: int) -> None:
     for name, number in numbers.items():
         if number < 1:
             raise UnusableRequest(f"{name} {number} of a prediction, wanted at least 1")
+
+
+def _at_most_all(trace: Trace, width: int) -> int:
+    """No prediction can be wider than the largest layer, and none takes the memory of one."""
+    return min(width, int(np.diff(trace.layer_first_object).max()))
 
 
 def _num_layers(trace: Trace) -> int:

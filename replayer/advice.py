@@ -62,6 +62,7 @@ URING_DEPTH = 32
 
 _ADVICE, _BLOCKING, _URING = range(3)
 _VECTOR_PAGES = 4096
+_WARMUP = 2
 _SEMAPHORE_BYTES = 64
 _IO_URING_SETUP, _IO_URING_ENTER = 425, 426  # the same number on every architecture
 _IORING_OP_READ, _IORING_ENTER_GETEVENTS = 22, 1
@@ -100,6 +101,16 @@ def hints_of(plan: "Plan", trace: "Trace", event_ids: IntArray) -> Planned:
         hint_objects=(np.repeat(base, sizes) + plan.expert_ids[from_ids]).astype(np.int32),
         event=targets.astype(np.int64),
     )
+
+
+def named_steps(plan: "Plan", trace: "Trace") -> tuple[int, int] | None:
+    """The half-open range of steps, counted without warm-up, with all for which a plan names experts; null if none."""
+    is_asked = trace.event_phase != _WARMUP
+    named = np.unique(trace.event_step[is_asked & plan.covered & (np.diff(plan.first_id) > 0)])
+    if not len(named):
+        return None
+    first, last = np.searchsorted(np.unique(trace.event_step[is_asked]), [named[0], named[-1]]).tolist()
+    return first, last + 1
 
 
 class Delivery(NamedTuple):

@@ -9,6 +9,7 @@ from replayer.experiment import UnusableExperiment
 from replayer.guest import GuestFailed
 from replayer.lab_cli import add_lab_command
 from replayer.lab_setup import SetupRefused
+from replayer.plan import MalformedPlan
 from replayer.pool import MalformedPool, PoolMismatch, UnsuitableStorage, UnusablePlan
 from replayer.pool_cli import add_pool_commands
 from replayer.probe_cli import add_probe_command
@@ -53,5 +54,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             UnusableExperiment,
             NotEnforceable,
         ),
-        failed=(MalformedTrace, MalformedPool, GuestFailed, SetupRefused),
+        failed=(MalformedTrace, MalformedPlan, MalformedPool, GuestFailed, SetupRefused),
     )

@@ -58,6 +58,7 @@ _HINTS = {
     errno.ENOENT: "check the path",
     errno.EACCES: "give this user the right, or choose another place",
     errno.EPERM: "it needs a right that this user lacks",
+    errno.EEXIST: "it is in the way; choose another place",
     errno.EISDIR: "name a file",
     errno.ENOTDIR: "a part of the path is a file; choose another",
     errno.ENOSPC: "free some room, or choose another place",

@@ -157,7 +157,8 @@ class GivenTrace:
 class Given:
     """What the call and the machine bring. pools: (pool_id, bytes of its experts) each; memory in bytes.
 
-    plans: of each name, (path of the lookahead plan, SHA-256 of it).
+    plans: of each name, (path of the lookahead plan, SHA-256 of it); plan_steps: of a plan's name and the trace that
+    these streams make, the half-open range of steps for which it names experts.
     """
 
     traces: Sequence[GivenTrace]
@@ -167,6 +168,7 @@ class Given:
     available_bytes: int
     replayer_version: str = ""
     plans: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    plan_steps: Callable[[str, tuple[int, ...]], tuple[int, int] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -312,11 +314,13 @@ def resolve(
         raise UnusableExperiment(f"{source}: {len(listed)} conditions, wanted at most {_MOST_CONDITIONS}")
     asked = _validated(listed, source)
     factor = _factor([one for _, one in asked], given, source) if sizes == "fit_machine" else Fraction(1)
+    _check_plan_names([one for _, one in asked], given, source)
+    common = _common_plan_steps(asked, file, given, source)
     conditions = []
     for labels, one in asked:
         where = f"{source}: condition {labels.label!r}"
         parts = tuple(
-            _part(one, tenant, given, factor, where, keeps_all_steps=sizes == "as_published")
+            _part(one, tenant, given, factor, where, common, keeps_all_steps=sizes == "as_published")
             for tenant in _tenants_of(one, file, where)
         )
         conditions.append(Condition(*labels, one.baseline, one.shares_wall, parts))
@@ -525,13 +529,17 @@ def _tenants_of(one: _Asked, file: _File, where: str) -> list[_Tenant | None]:
 
 
 def _part(
-    one: _Asked, tenant: _Tenant | None, given: Given, factor: Fraction, where: str, *, keeps_all_steps: bool
+    one: _Asked,
+    tenant: _Tenant | None,
+    given: Given,
+    factor: Fraction,
+    where: str,
+    common: tuple[int, int] | None,
+    *,
+    keeps_all_steps: bool,
 ) -> Part:
     source = one if tenant is None else tenant
-    named = source.streams if source.streams is not None else [source.trace]
-    if not named:
-        raise UnusableExperiment(f"{where}: key streams: wanted at least one trace, found an empty list")
-    streams = tuple(_trace(name, given, where) for name in named)
+    streams = _streams(source, given, where)
     if source.pool >= len(given.pools):
         raise UnusableExperiment(
             f"{where}: pool {source.pool} (from 0), but the call names {len(given.pools)}; give --pool once for each"
@@ -569,11 +577,56 @@ def _part(
         split=_split(one.split, where),
         hint_slots=one.hint_slots,
         warm_pass=not one.cold,
-        steps=_steps(one, min(trace.steps for trace in traces), keeps_all_steps),
+        steps=_steps(one, min(trace.steps for trace in traces), common, keeps_all_steps),
         allow_thrash=one.allow_thrash,
         allow_unsuitable=one.allow_unsuitable,
     )
     return Part(None if tenant is None else tenant.name, streams, source.pool, request)
+
+
+def _streams(source: _Asked | _Tenant, given: Given, where: str) -> tuple[int, ...]:
+    named = source.streams if source.streams is not None else [source.trace]
+    if not named:
+        raise UnusableExperiment(f"{where}: key streams: wanted at least one trace, found an empty list")
+    return tuple(_trace(name, given, where) for name in named)
+
+
+def _check_plan_names(asked: Sequence[_Asked], given: Given, source: str) -> None:
+    known = {one.plan for one in asked if one.plan is not None}
+    unused = sorted(set(given.plans) - known)
+    if unused:
+        wanted = f"wanted {' or '.join(sorted(known))}" if known else "none has a plan at all; leave it out"
+        raise UnusableExperiment(
+            f"--plan {unused[0][:80]}=, but no condition of {source} has a plan so named; {wanted}"
+        )
+
+
+def _common_plan_steps(
+    asked: Sequence[tuple[_Labels, _Asked]], file: _File, given: Given, source: str
+) -> tuple[int, int] | None:
+    """The steps for which every plan of the experiment names experts; null where no plan, or nobody, says any."""
+    spans: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+    for labels, one in asked:
+        where = f"{source}: condition {labels.label!r}"
+        if one.plan is None or given.plan_steps is None:
+            continue
+        _plan_path(one.plan, given, where)
+        for tenant in _tenants_of(one, file, where):
+            streams = _streams(one if tenant is None else tenant, given, where)
+            span = given.plan_steps(one.plan, streams)
+            if span is None:
+                raise UnusableExperiment(f"{where}: plan {one.plan!r} names no expert for any step; give another")
+            spans[one.plan, streams] = span
+    if not spans:
+        return None
+    begin, end = max(first for first, _ in spans.values()), min(last for _, last in spans.values())
+    if begin >= end:
+        said = ", ".join(f"{name} {first} to {last - 1}" for (name, _), (first, last) in sorted(spans.items()))
+        raise UnusableExperiment(
+            f"{source}: its plans have no step in common ({said}), so their conditions cannot be compared; give plans "
+            "of the same steps"
+        )
+    return begin, end
 
 
 def _plan_path(name: str, given: Given, where: str) -> str:
@@ -629,9 +682,14 @@ def _with_number(admit: str | None, scope: str | None, trace: GivenTrace) -> str
     return f"{admit[: found.start()]}:top:{max(1, int(parse_fraction(found.group(1)) / 100 * experts))}"
 
 
-def _steps(one: _Asked, available: int, keeps_all: bool) -> tuple[int | None, int | None]:
+def _steps(
+    one: _Asked, available: int, common: tuple[int, int] | None, keeps_all: bool
+) -> tuple[int | None, int | None]:
     begin, _, end = one.steps.partition(":")
     first, last = int(begin) if begin else None, int(end) if end else None
+    if common is not None and one.steps == ":":
+        # Where a plan says nothing a run with it is one without, so all conditions replay what every plan speaks of.
+        first, last = common[0], min(common[1], available)
     if one.at_most_steps is None or keeps_all:
         return first, last
     begins = first or 0

@@ -4,6 +4,7 @@ What is asked for belongs to `experiment`, what the runs show to `experiment_fin
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import shlex
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from replayer import counters, experiment_findings
+from replayer.advice import named_steps
 from replayer.capacity import remove_leftovers
 from replayer.experiment import (
     Cell,
@@ -32,8 +34,9 @@ from replayer.experiment import (
 )
 from replayer.experiment_findings import METRICS, Evidence
 from replayer.machine import machine_row
+from replayer.plan import read_plan
 from replayer.pool import Pool, pool_storages, read_pool
-from replayer.replay import Run, package_version, replay, replay_together
+from replayer.replay import Run, check_plan_is_heard, package_version, replay, replay_together
 from replayer.replay_cli import read_marked_runs, write_rows, write_run
 from replayer.request import UnusableReplay
 from replayer.streams import merged
@@ -144,9 +147,25 @@ def run_experiment(arguments: argparse.Namespace) -> int:
     text = read_description(path)
     traces = [read_trace(one) for one in arguments.trace]
     pools = [read_pool(one) for one in arguments.pool]
-    given = replace(_given(arguments.trace, traces, pools), plans=_plans(arguments.plan or []))
+    plans = _plans(arguments.plan or [])
+
+    def plan_steps(name: str, streams: tuple[int, ...]) -> tuple[int, int] | None:
+        named = [traces[stream] for stream in streams]
+        trace = named[0] if len(named) == 1 else merged(named)
+        return named_steps(read_plan(Path(plans[name][0]), trace), trace)
+
+    given = replace(
+        _given(arguments.trace, traces, pools), plans=plans, plan_steps=functools.cache(plan_steps) if plans else None
+    )
     sizes = "fit_machine" if arguments.fit_machine else "as_published" if arguments.as_published else "as_written"
     experiment = resolve(text, path.name, given, sizes=sizes, seed=arguments.experiment_seed, repeats=arguments.repeat)
+    for condition in experiment.conditions:
+        for part in condition.parts:
+            # Not in the middle of an hour of runs.
+            check_plan_is_heard(
+                traces[part.streams[0]] if len(part.streams) == 1 else merged([traces[one] for one in part.streams]),
+                part.request,
+            )
     data = DataFolder(arguments.data)
     data.results.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=data.results):

@@ -1,13 +1,14 @@
 """Lookahead plans: which experts somebody named for an event before it ran, and a Parquet file of that.
 
 Anybody may write such a file: one row per target event with `event_id, issued_after_event_id, expert_ids` and, if
-known, `layer_id` and `scores`. No row: nothing is said about that event; an empty list: nothing is needed. In: a file,
-the trace it is for; out: `Plan`. Who makes plans belongs to the pipeline, what they are worth to `prefetch`, how they
-are delivered to `advice`.
+known, `layer_id` and `scores`. No row: nothing is said about that event; an empty list: nothing is needed. A file may
+say whose it is, as key `trace_id` of its Parquet metadata. In: a file, the trace it is for; out: `Plan`. Who makes
+plans belongs to the pipeline, what they are worth to `prefetch`, how they are delivered to `advice`.
 
 Letters: N events of the trace, M ids of the plan.
 """
 
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ PLAN_SCHEMA = pa.schema([
 ])  # fmt: skip
 """What `write_plan` writes. Files of others may leave out `layer_id`, and have `scores` and what else they like."""
 
+_TRACE_KEY = b"trace_id"
 _NEEDED = ("event_id", "issued_after_event_id", "expert_ids")
 _BATCH_ROWS = 1 << 14
 
@@ -96,8 +98,10 @@ def write_plan(path: Path, plan: Plan, trace: Trace) -> None:
     """Writes a plan for the trace; rows in the order of events.
 
     Raises:
-        MalformedPlan: it does not fit the trace. OSError: it cannot be written; an older file is untouched then.
+        MalformedPlan: it does not fit the trace, or a file that is no plan is in the way. OSError: it cannot be
+            written. An older file is untouched then.
     """
+    check_replaceable(path)
     if (misfit := first_misfit(plan, trace)) is not None:
         raise MalformedPlan(f"{path}: {misfit}")
     targets = np.flatnonzero(plan.covered)
@@ -111,10 +115,40 @@ def write_plan(path: Path, plan: Plan, trace: Trace) -> None:
             pa.array(layer_ids[trace.event_layer[targets]]),
             pa.ListArray.from_arrays(pa.array(offsets), pa.array(plan.expert_ids), type=_IDS),
         ],
-        schema=PLAN_SCHEMA,
+        schema=PLAN_SCHEMA.with_metadata({_TRACE_KEY: trace.metadata.trace_id.encode()}),
     )
     with publish(path) as temporary:
         pq.write_table(table, temporary, compression="zstd")
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuses to write a plan over what is none; an empty file may be written over.
+
+    Raises:
+        MalformedPlan: something else is there. OSError: it cannot be read.
+    """
+    advice = "a plan is written over nothing but a plan; choose another name"
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(found.st_mode):
+        raise MalformedPlan(f"{path}: a folder, wanted the name of a file; name one in it")
+    if not stat.S_ISREG(found.st_mode):
+        raise MalformedPlan(f"{path}: no regular file; {advice}")
+    if found.st_size == 0:
+        return
+    try:
+        with path.open("rb") as content:
+            names = pq.read_schema(content).names
+    except (pa.ArrowException, UnicodeDecodeError):
+        names = []
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        names = []
+    if not set(_NEEDED) <= set(names):
+        raise MalformedPlan(f"{path}: there already, and no lookahead plan; {advice}")
 
 
 def read_plan(path: Path, trace: Trace) -> Plan:
@@ -132,8 +166,10 @@ def read_plan(path: Path, trace: Trace) -> Plan:
     lengths = np.zeros(events, dtype=np.int64)
     rows: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.uint16]]] = []
     try:
-        with pq.ParquetFile(path) as file:
+        # Opened by us: the system's own words name the file, those of pyarrow are its own.
+        with path.open("rb") as content, pq.ParquetFile(content) as file:
             _check_columns(path, file, events, int(experts.max(initial=0)))
+            _check_trace(path, file, trace)
             columns = [name for name in (*_NEEDED, "layer_id") if name in file.schema_arrow.names]
             for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
                 targets, ids = _read_batch(path, batch, trace, covered, issued_after)
@@ -168,11 +204,12 @@ def _check_columns(path: Path, file: pq.ParquetFile, events: int, most_experts: 
         if schema.names.count(name) > 1:
             raise MalformedPlan(f"{path}: column {name!r} is there twice, wanted once")
     for name in ("event_id", "issued_after_event_id", "layer_id"):
-        if name in schema.names and not pa.types.is_integer(schema.field(name).type):
+        # A column of nulls alone may have no type of its own.
+        if name in schema.names and not _is_whole(schema.field(name).type):
             raise MalformedPlan(f"{path}: column {name} of {schema.field(name).type}, wanted integers")
     ids = schema.field("expert_ids").type
-    is_list = pa.types.is_list(ids) or pa.types.is_large_list(ids)
-    if not (is_list and pa.types.is_integer(ids.value_type)):
+    is_list = pa.types.is_list(ids) or pa.types.is_large_list(ids) or pa.types.is_fixed_size_list(ids)
+    if not (is_list and _is_whole(ids.value_type)):
         raise MalformedPlan(f"{path}: column expert_ids of {ids}, wanted lists of integers")
     metadata = file.metadata
     if metadata.num_rows > events:
@@ -185,6 +222,30 @@ def _check_columns(path: Path, file: pq.ParquetFile, events: int, most_experts: 
         raise MalformedPlan(
             f"{path}: {held:,} expert ids, wanted at most {events:,} events × {most_experts:,} experts, each named once"
         )
+
+
+def _is_whole(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_null(kind))
+
+
+def _check_trace(path: Path, file: pq.ParquetFile, trace: Trace) -> None:
+    """Refuses a plan that says it is another trace's; one that says nothing is taken as it is."""
+    said = (file.schema_arrow.metadata or file.metadata.metadata or {}).get(_TRACE_KEY)
+    if said is not None and said != trace.metadata.trace_id.encode():
+        raise MalformedPlan(
+            f"{path}: a plan of trace {said.decode(errors='replace')[:80]}, wanted one of {trace.metadata.trace_id}; "
+            f"make a plan for trace {trace.metadata.trace_id}"
+        )
+
+
+def _whole(path: Path, name: str, values: pa.Array) -> pa.Array:
+    """The values as 64-bit integers."""
+    try:
+        return values.cast(pa.int64())
+    except pa.ArrowInvalid:
+        most = np.iinfo(np.int64).max
+        beyond = max(value for value in values.to_pylist() if value is not None)
+        raise MalformedPlan(f"{path}: column {name}: {beyond}, wanted at most {most}; write ids of the trace") from None
 
 
 def _read_batch(
@@ -201,19 +262,23 @@ def _read_batch(
         return MalformedPlan(f"{path}: event {event}: {fault}; make a plan for trace {trace.metadata.trace_id}")
 
     lists = batch.column("expert_ids")
+    if pa.types.is_fixed_size_list(lists.type):
+        lists = lists.cast(pa.large_list(lists.type.value_type))
     if batch.column("event_id").null_count or lists.null_count or lists.flatten().null_count:
         raise MalformedPlan(
             f"{path}: nulls in event_id or expert_ids, wanted none; leave out rows of nothing predicted"
         )
-    targets = batch.column("event_id").cast(pa.int64()).to_numpy(zero_copy_only=False) - trace.first_event
+    targets = _whole(path, "event_id", batch.column("event_id")).to_numpy(zero_copy_only=False) - trace.first_event
     if (outside := np.flatnonzero((targets < 0) | (targets >= events))).size:
         raise refuse(targets[outside[0]] + trace.first_event, f"the trace has {events:,} events")
-    after = batch.column("issued_after_event_id").cast(pa.int64())
+    after = _whole(path, "issued_after_event_id", batch.column("issued_after_event_id"))
     issued = after.fill_null(trace.first_event + BEFORE_ALL).to_numpy(zero_copy_only=False) - trace.first_event
     if "layer_id" in batch.schema.names:
-        said = batch.column("layer_id").cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
+        told = _whole(path, "layer_id", batch.column("layer_id"))
+        is_told = told.is_valid().to_numpy(zero_copy_only=False)
+        said = told.fill_null(0).to_numpy(zero_copy_only=False)
         layers = np.array(trace.metadata.moe_layer_ids, dtype=np.int64)[trace.event_layer[targets]]
-        if (other := np.flatnonzero((said >= 0) & (said != layers))).size:
+        if (other := np.flatnonzero(is_told & (said != layers))).size:
             first = other[0]
             raise refuse(
                 targets[first] + trace.first_event,
@@ -223,7 +288,7 @@ def _read_batch(
     twice = [*ordered[counts > 1], *ordered[covered[ordered]]]
     if twice:
         raise refuse(twice[0] + trace.first_event, "two rows, wanted one")
-    values = lists.flatten().cast(pa.int64()).to_numpy(zero_copy_only=False)
+    values = _whole(path, "expert_ids", lists.flatten()).to_numpy(zero_copy_only=False)
     offsets = np.concatenate([[0], np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False))]).astype(np.int64)
     if (strange := np.flatnonzero((values < 0) | (values > np.iinfo(np.uint16).max))).size:
         event = targets[np.searchsorted(offsets, strange[0], side="right") - 1]

@@ -32,7 +32,7 @@ import numpy.typing as npt
 import replayer
 from replayer import counters, loop
 from replayer.accounting import Company, Limits, Recording, access_columns, account, delivery_columns
-from replayer.advice import Planned, hints_of
+from replayer.advice import Planned, hints_of, named_steps
 from replayer.arena import Arena
 from replayer.boot import calibrate
 from replayer.capacity import Balloon, Group, find_memory_controller, launch_in, memory_group, remove_leftovers
@@ -351,9 +351,7 @@ def _plan(trace: Trace, pool: Pool, request: Request) -> Recording:
     alignment = _direct_alignment_bytes(pool)
     planned = None
     if request.plan is not None:
-        planned = hints_of(
-            read_plan(Path(request.plan), trace), trace, replayed_events(trace, resolved.step_begin, resolved.step_end)
-        )
+        planned = _hints(Path(request.plan), trace, resolved.step_begin, resolved.step_end)
     reading_threads = request.threads + (planned is not None)
     threads_io = [(f"thread_io {number}", _THREAD_IO_BYTES) for number in range(reading_threads)]
     own = [(name, size) for name, _, size in _STEP_COUNTERS]
@@ -385,6 +383,42 @@ def _plan(trace: Trace, pool: Pool, request: Request) -> Recording:
         residency_counter=counters.residency_counter(),
         nodes=memory_nodes(accelerators=request.accelerator_memory),
     )
+
+
+def _hints(path: Path, trace: Trace, step_begin: int, step_end: int) -> Planned:
+    """What a plan's file has for the replayed steps.
+
+    Raises:
+        MalformedPlan: the file is no plan of this trace. UnusableReplay: it names nothing for these steps, so that the
+            replay would be one without a plan under the name of one.
+    """
+    plan = read_plan(path, trace)
+    planned = hints_of(plan, trace, replayed_events(trace, step_begin, step_end))
+    if not len(planned.event):
+        named = named_steps(plan, trace)
+        if named is None:
+            raise UnusableReplay(f"--plan {path}: it names no expert for any step, so there is nothing to deliver")
+        length = min(step_end - step_begin, named[1] - named[0])
+        raise UnusableReplay(
+            f"--plan {path}: it names experts for steps {named[0]} to {named[1] - 1}, replayed are {step_begin} to "
+            f"{step_end - 1}, for which it has no hint; add --steps {named[0]}:{named[0] + length}"
+        )
+    return planned
+
+
+def check_plan_is_heard(trace: Trace, request: Request) -> None:
+    """Refuses, before anything runs, a request whose plan cannot be read or has nothing for the replayed steps.
+
+    Raises:
+        MalformedPlan, UnusableReplay: as said. OSError: the file cannot be read.
+    """
+    if request.plan is None:
+        return
+    try:
+        resolved = prepare(trace, Window(request.steps, "all"))
+    except UnusableRequest as error:
+        raise UnusableReplay(str(error)) from None
+    _hints(Path(request.plan), trace, resolved.step_begin, resolved.step_end)
 
 
 def _direct_alignment_bytes(pool: Pool) -> int:

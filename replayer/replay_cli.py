@@ -411,6 +411,8 @@ def _print_run(result: Run) -> None:
         print(
             f"  stall of an event: median {run['stall_median_ns'] / 1e6:.2f} ms, p99 {run['stall_p99_ns'] / 1e6:.2f} ms"
         )
+    for row in result.delivery[:1]:
+        print(f"  hints of the plan: {row['hints_submitted']:,} handed over, for {run['events']:,} events")
     for row in result.reclaim[:1]:
         _print_reclaim(row)
     if run["arena_hits"] is not None:

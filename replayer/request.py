@@ -141,6 +141,8 @@ def check_request(request: Request) -> None:
             if request.delivery == "none"
             else f"--delivery {request.delivery} without --plan, the lookahead plan to deliver; add one"
         )
+    if request.plan == "":
+        raise UnusableReplay("--plan '', wanted the file of a lookahead plan; name one")
     if request.delivery == "none" and (request.split != "auto" or request.hint_slots is not None):
         raise UnusableReplay("--split or --hint-slots without --delivery, to which they belong; leave them out")
     if request.delivery != "none" and owner not in HINTED_OWNERS:

@@ -378,7 +378,12 @@ _DEFINITIONS = [
     _count("queue_depth", "assumed: most reads under way at once; null is unbounded"),
     _count("compute_ns", "assumed: of each event, once its experts are there", "ns"),
     _count("simulated_misses_with", "accesses read on demand with the plan: misses − removed + displaced"),
-    _count("simulated_removed_misses", "misses that were not read on demand with the plan, in time or late"),
+    _count(
+        "simulated_removed_misses",
+        "misses that were not read on demand with the plan, in time or late; a predicted miss may remain, since a "
+        "prediction is issued once, for what is not resident then, and what it brought or found may be evicted before "
+        "its event",
+    ),
     _count("simulated_removed_late", "of those, waited for while their prefetch was under way"),
     _count("simulated_displaced", "accesses resident without the plan and read on demand with it"),
     _count("simulated_submitted", "prefetches that left on the link"),

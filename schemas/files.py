@@ -61,6 +61,14 @@ class DataFolder:
         """Rows of one native replay; those of `pool` and `machine` are a `result_file` by their own id."""
         return self.results / table / trace_id / f"{run_id}.parquet"
 
+    def owner_of(self, path: Path) -> Path | None:
+        """What of this folder's own layout a path is or lies in, however it is written; null if nothing."""
+        wanted = path.resolve()
+        for own in (self.dumps, self.traces, self.pools, self.results, self.warehouse, self.report.parent):
+            if wanted.is_relative_to(own.resolve()):
+                return own
+        return None
+
     def trace_ids(self) -> list[str]:
         """Ids of the canonical traces that are here, sorted."""
         return sorted(path.stem for path in self.traces.glob("*.parquet") if not path.name.startswith("."))
@@ -77,8 +85,13 @@ def publish(target: Path, *, claim: Callable[[], None] | None = None) -> Iterato
     Raises:
         OSError: it cannot be written; `target` is untouched then.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=_SUFFIX, dir=target.parent)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=_SUFFIX, dir=target.parent)
+    except OSError as error:
+        if _is_temporary(error.filename, target):
+            error.filename = str(target)
+        raise
     temporary = Path(name)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -90,11 +103,21 @@ def publish(target: Path, *, claim: Callable[[], None] | None = None) -> Iterato
                 claim()
             temporary.replace(target)
         _fsync(target.parent)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        # Nobody knows the temporary file by its name.
+        if isinstance(error, OSError) and _is_temporary(error.filename, target):
+            error.filename, error.filename2 = str(target), None
         raise
     finally:
         os.close(descriptor)
+
+
+def _is_temporary(filename: object, target: Path) -> bool:
+    if not isinstance(filename, str | bytes):
+        return False
+    name = Path(os.fsdecode(filename)).name
+    return name.startswith(f".{target.name}.") and name.endswith(_SUFFIX)
 
 
 def remove_stale(folder: Path) -> list[Path]:

@@ -16,7 +16,8 @@ from replayer.plan import BEFORE_ALL, Plan, write_plan
 from replayer.pool import Pool
 from replayer.request import UnusableReplay, check_request
 from replayer.trace import Trace
-from tests.builders import make_trace
+from tests.builders import make_trace, write_trace
+from tests.command_lines import replayer
 from tests.replays import KIB, MIB, failed, needs_memory_groups, pool_for, proof, replayed, request, routing, tampered
 
 EXPERT_BYTES = 64 * KIB
@@ -250,6 +251,42 @@ def test_an_error_of_the_kernel_is_told(
 
 
 # What does not go together
+
+
+def test_a_plan_without_a_hint_for_the_replayed_steps_is_refused(trace: Trace, pool: Pool, tmp_path: Path) -> None:
+    file = tmp_path / "late.parquet"
+    write_plan(file, plan_of(trace, 1, range(40 * LAYERS, 50 * LAYERS)), trace)
+    asked = {"plan": str(file), "delivery": "advice", "warm_pass": False}
+    said = r"names experts for steps 40 to 49, replayed are 0 to 19, for which it has no hint; add --steps 40:50"
+    with pytest.raises(UnusableReplay, match=said):
+        replayed(trace, pool, steps=(0, 20), **asked)
+    with pytest.raises(UnusableReplay, match=r"replayed are 50 to 59, .* add --steps 40:50"):
+        replayed(trace, pool, steps=(50, None), **asked)
+    # Some of the steps are enough: the run says for how many events it had hints.
+    run = replayed(trace, pool, steps=(38, 42), **asked)
+    (delivered,) = run.delivery
+    assert (delivered["hints"], run.run["events"]) == (2 * LAYERS, 4 * LAYERS)
+    silent = plan_of(trace, 1, range(40, 41))
+    nothing = Plan(silent.covered, silent.issued_after, np.zeros_like(silent.first_id), np.zeros(0, np.uint16))
+    write_plan(file, nothing, trace)
+    with pytest.raises(UnusableReplay, match="it names no expert for any step, so there is nothing to deliver"):
+        replayed(trace, pool, **asked)
+
+
+def test_a_plan_that_is_none_is_one_line(
+    trace: Trace, pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(trace, tmp_path / "tiny.parquet")
+    (tmp_path / "bad").write_bytes(b"PAR1")
+    words = ["replay", tmp_path / "tiny.parquet", "--pool", pool.folder, "--delivery", "advice", "--device", "none"]
+    for plan, exits, said in (
+        (tmp_path / "bad", 1, "no Parquet file of a lookahead plan"), (tmp_path, 1, "Is a directory; name a file"),
+        ("", 2, "--plan '', wanted the file"), (tmp_path / "nope", 1, f"{tmp_path / 'nope'}: No such file or dir"),
+        (tmp_path / "tiny.parquet", 1, "no column issued_after_event_id"), ("/dev/null", 1, "no Parquet file"),
+    ):  # fmt: skip
+        status, out, complaint = replayer(capsys, *words, "--plan", plan)
+        assert (status, out, complaint.count("\n")) == (exits, "", 1), complaint
+        assert said in complaint
 
 
 def refused() -> Iterator[tuple[dict[str, Any], str]]:

@@ -389,3 +389,13 @@ def test_parts_of_a_trace_must_follow_each_other_and_add_up(tmp_path):
         validate_trace([rows[:90], rows[93:]], found.metadata)
     with pytest.raises(ContractViolation, match="its metadata says 180"):
         validate_trace([rows[:90]], found.metadata)
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "folder"])
+def test_an_error_of_publishing_names_the_file_that_was_meant(tmp_path, name):
+    (tmp_path / "folder" / "full").mkdir(parents=True)
+    with pytest.raises(OSError) as caught, publish(tmp_path / name) as temporary:
+        temporary.write_bytes(b"x")
+    assert caught.value.filename == str(tmp_path / name)
+    assert ".tmp" not in str(caught.value)
+    assert [one.name for one in tmp_path.iterdir()] == ["folder"]

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,7 +44,9 @@ from replayer.experiment_findings import (
     paragraph,
     wall_difference,
 )
+from replayer.plan import Plan, write_plan
 from replayer.replay_cli import read_marked_runs
+from replayer.trace import read_trace
 from schemas.documents import ExperimentOutcome
 from schemas.files import DataFolder
 from schemas.tables import TABLES
@@ -63,7 +66,9 @@ HERE = Given(
     machine_id="machine-1",
     memory_bytes=24 * GIB,
     available_bytes=20 * GIB,
-    plans={"oracle": ("plans/oracle.parquet", "0" * 64), "fitted": ("plans/fitted.parquet", "f" * 64)},
+)
+PLANNED = dataclasses.replace(
+    HERE, plans={"oracle": ("plans/oracle.parquet", "0" * 64), "fitted": ("plans/fitted.parquet", "f" * 64)}
 )
 FILE = """
 name = "mine"
@@ -96,7 +101,7 @@ def conditions(number: int) -> list[Condition]:
 
 @pytest.mark.parametrize("name", shipped())
 def test_every_shipped_experiment_is_sound_named_as_its_file_and_repeats_at_least_five_times(name):
-    found = resolve(find(name).read_text(), name, HERE)
+    found = resolve(find(name).read_text(), name, PLANNED if name == "lookahead" else HERE)
     assert found.name == name
     assert found.repeats >= 5
     assert len(found.conditions) >= 2
@@ -115,7 +120,8 @@ def test_the_experiments_of_the_study_are_shipped():
 def test_plans_are_named_in_the_file_and_given_by_the_call():
     asked = 'plan = "oracle"\ndelivery = "advice"\nsplit = ["none", "2MiB"]'
     text = FILE.replace('owner = ["restream", "uncached"]', asked)
-    found = resolved(text)
+    oracle = dataclasses.replace(HERE, plans={"oracle": ("plans/oracle.parquet", "0" * 64)})
+    found = resolved(text, oracle)
     requests = [part.request for one in found.conditions for part in one.parts]
     assert [one.plan for one in requests] == [None, "plans/oracle.parquet", "plans/oracle.parquet"]
     assert [one.split for one in requests] == ["auto", "none", 2**21]
@@ -127,7 +133,44 @@ def test_plans_are_named_in_the_file_and_given_by_the_call():
     with pytest.raises(UnusableExperiment, match=r"plan 'oracle', but the call gives none; add --plan oracle=FILE"):
         resolved(text, dataclasses.replace(HERE, plans={}))
     with pytest.raises(UnusableExperiment, match=r"key split: wanted auto, none or a size, found 'half'"):
-        resolved(text.replace('"none"', '"half"'))
+        resolved(text.replace('"none"', '"half"'), oracle)
+
+
+def test_a_plan_that_no_condition_names_is_refused():
+    with pytest.raises(UnusableExperiment, match=r"--plan fitted=, but no condition of mine.toml has .* leave it out"):
+        resolved(FILE, PLANNED)
+    text = FILE.replace('owner = ["restream", "uncached"]', 'plan = "oracle"\ndelivery = "advice"')
+    with pytest.raises(UnusableExperiment, match=r"--plan fitted=, but no condition .* so named; wanted oracle$"):
+        resolved(text, PLANNED)
+
+
+@pytest.mark.parametrize(
+    ("spans", "sizes", "steps"),
+    [
+        ({"oracle": (0, 500), "fitted": (300, 500)}, "fit_machine", (300, 360)),
+        ({"oracle": (0, 500), "fitted": (300, 320)}, "fit_machine", (300, 320)),
+        ({"oracle": (0, 500), "fitted": (300, 500)}, "as_published", (300, 500)),
+    ],
+)
+def test_all_conditions_replay_steps_that_every_plan_speaks_of(spans, sizes, steps):
+    given = dataclasses.replace(PLANNED, plan_steps=lambda name, _: spans[name])
+    given = dataclasses.replace(
+        given, traces=[dataclasses.replace(given.traces[0], steps=500)], pools=[("a", 1_446_456_066_048)],
+        available_bytes=500 * 10**9,
+    )  # fmt: skip
+    found = resolve(find("lookahead").read_text(), "lookahead", given, sizes=sizes)
+    assert {part.request.steps for one in found.conditions for part in one.parts} == {steps}
+
+
+def test_plans_that_have_no_step_in_common_or_name_nothing_are_refused():
+    text = find("lookahead").read_text()
+    apart = {"oracle": (0, 100), "fitted": (300, 500)}
+    given = dataclasses.replace(PLANNED, plan_steps=lambda name, _: apart[name])
+    with pytest.raises(UnusableExperiment, match=r"no step in common \(fitted 300 to 499, oracle 0 to 99\)"):
+        resolve(text, "lookahead", given)
+    given = dataclasses.replace(PLANNED, plan_steps=lambda *_: None)
+    with pytest.raises(UnusableExperiment, match="plan 'oracle' names no expert for any step"):
+        resolve(text, "lookahead", given)
 
 
 def test_lists_are_combined_and_label_what_they_vary():
@@ -292,7 +335,9 @@ def test_as_published_takes_the_studys_sizes_and_all_steps_where_pool_and_machin
 @pytest.mark.parametrize("name", shipped())
 def test_every_shipped_experiment_has_the_studys_sizes(name):
     study = dataclasses.replace(
-        HERE, pools=[("a", 1_446_456_066_048), ("b", 1_446_456_066_048)], available_bytes=500 * 10**9
+        PLANNED if name == "lookahead" else HERE,
+        pools=[("a", 1_446_456_066_048), ("b", 1_446_456_066_048)],
+        available_bytes=500 * 10**9,
     )
     assert resolve(find(name).read_text(), name, study, sizes="as_published").sizes == "as_published"
 
@@ -721,6 +766,24 @@ def test_an_interrupted_experiment_keeps_what_is_done_and_says_how_to_go_on(made
     found = list(tmp_path.glob("results/experiment_run/*/*.parquet"))
     # A run without its mark is one that the interrupt fell behind; never the other way round.
     assert len(found) <= len(list(tmp_path.glob("results/replay_run/*/*.parquet"))) <= len(found) + 1
+
+
+def test_a_bad_plan_ends_an_experiment_before_its_first_run_in_one_line(made, tmp_path, capsys):
+    trace = read_trace(made / "code.parquet")
+    events = len(trace.event_layer)
+    silent = Plan(np.ones(events, bool), np.full(events, -1), np.zeros(events + 1, np.int64), np.zeros(0, np.uint16))
+    write_plan(tmp_path / "silent.parquet", silent, trace)
+    (tmp_path / "bad").write_bytes(b"PAR1")
+    (tmp_path / "mine.toml").write_text(
+        (made / "mine.toml").read_text().replace('owner = "restream"', 'plan = "p"\ndelivery = "advice"')
+    )
+    words = ["replay", made / "code.parquet", "--pool", made / "pool-code", "--experiment", tmp_path / "mine.toml"]
+    words += ["--data", tmp_path / "data", "--fit-machine", "--plan"]
+    for said, exits in (("p=" + str(tmp_path / "bad"), 1), (f"p={tmp_path}", 1), (f"p={tmp_path / 'none'}", 1),
+                        ("p=", 2), *((f"{name}={tmp_path / 'silent.parquet'}", 2) for name in "pq")):  # fmt: skip
+        status, out, complaint = replayer(capsys, *words, said)
+        assert (status, out, complaint.count("\n")) == (exits, "", 1), said
+    assert not (tmp_path / "data").exists()
 
 
 def test_an_experiment_without_a_data_folder_is_refused(made):

@@ -15,7 +15,13 @@ NEVER_TOGETHER = {"together_id": None, "tenant_number": None, "tenants": None, "
 
 
 def runs(
-    name: str, device: Sequence[int], wall: Sequence[int] | None = None, *, plan: str | None = None, **values: Any
+    name: str,
+    device: Sequence[int],
+    wall: Sequence[int] | None = None,
+    *,
+    plan: str | None = None,
+    hinted: dict[str, int] | None = None,
+    **values: Any,
 ) -> list[dict[str, Any]]:
     """Runs of one condition; with `plan` their rows of replay_delivery under `delivery`, where asked their cell's."""
     said = {"experiment_id": None, **values}
@@ -31,8 +37,9 @@ def runs(
         key = {"run_id": row["run_id"]}
         if plan is not None:
             row["delivery"] = valid_row(
-                TABLES["replay_delivery"], **key, delivery="advice", plan_hash=plan, hints=10, hints_completed=8,
+                TABLES["replay_delivery"], **key, delivery="advice", plan_hash=plan,
                 named_accesses=20, named_hits=15, hinted_missing_bytes=300, hinted_read_bytes=200,
+                **({"hints": 10, "hints_completed": 8} | (hinted or {})),
             )  # fmt: skip
         if experiment_id is not None:
             row["cell"] = valid_row(
@@ -93,6 +100,29 @@ def test_an_effect_inside_the_spread_is_none_and_of_too_few_runs_unknown(
     assert verdicts(tmp_path, runs("bare", NONE), runs("planned", device, plan="p")) == [
         (len(device), 5, effect, effect)
     ]
+
+
+def test_a_plan_of_which_nothing_was_handed_over_has_no_effect_and_says_of_how_many_events_it_spoke(
+    tmp_path: Path,
+) -> None:
+    columns = "effect_bytes, effect_time, hints, hints_submitted, plan_events, hinted_share, completed_share"
+    silent = {"hints": 0, "hints_submitted": 0, "hints_completed": 0}
+    for place, (hinted, found) in enumerate((
+        (silent, (None, None, 0, 0, 2000, 0.0, None)),
+        ({**silent, "hints": 4}, (None, None, 20, 0, 2000, 0.01, 0.0)),
+        ({"hints": 4, "hints_submitted": 1, "hints_completed": 1}, ("less", "less", 20, 5, 2000, 0.01, 0.25)),
+    )):  # fmt: skip
+        planned = runs("planned", (500,) * 5, plan="p", hinted=hinted, events=400)
+        assert effects(tmp_path / str(place), columns, runs("bare", NONE), planned) == [found]
+
+
+def test_two_conditions_of_an_experiment_with_the_same_plan_are_not_pooled(tmp_path: Path) -> None:
+    of = {"experiment_id": "lookahead-1"}
+    oracle, fitted = (runs(name, (900,) * 5, plan="p", **of) for name in ("oracle", "fitted"))
+    for row in (*oracle, *fitted):
+        row["condition_hash"] = "same"
+    found = effects(tmp_path, "condition, plan_runs, none_runs", runs("no plan", NONE, **of), oracle, fitted)
+    assert sorted(found) == [("fitted", 5, 5), ("oracle", 5, 5)]
 
 
 def test_runs_that_read_nothing_are_compared_as_well(tmp_path: Path) -> None:

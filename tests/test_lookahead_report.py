@@ -51,7 +51,7 @@ COSTS = {"simulated_time_with_ns": 2100}
     ("said", "reason"),
     [
         ({"hint_coverage": 0.2}, "it has a prediction for 20.0 % of the events only"),
-        ({"predicted_misses": 0, "recall_missed": 0.0}, "500 accesses, none was missing, so it fetches nothing"),
+        ({"predicted_misses": 0, "recall_missed": 0.0}, "500 accesses, none was missing when it was accessed"),
         ({"recall_missed": 0.1}, "names 50.0 % of all accesses and 10.0 % of the misses"),
         ({"late_share": 0.9}, "90.0 % of the prefetches that were used came late"),
         ({"simulated_displaced": 120}, "it removes 150 misses and displaces 120 hits"),
@@ -60,13 +60,36 @@ COSTS = {"simulated_time_with_ns": 2100}
 )
 def test_the_reason_is_the_link_that_breaks(said: dict[str, Any], reason: str) -> None:
     text = answer(row(**COSTS, **said), TRUTH)
-    assert "it does not pay: the best of 1 plans, conditional, 1 layer ahead, would cost 5.0 % of the time" in text
+    assert (
+        "it does not pay: the best of 1 plan that prefetches anything, conditional, 1 layer ahead, would cost 5.0 % of "
+        "the time" in text
+    )
     assert reason in text
 
 
 def test_the_best_plan_speaks_and_a_saving_below_a_hundredth_is_none() -> None:
     text = answer(row("previous_token", lookahead_layers=0, simulated_time_with_ns=1990), row(**COSTS), TRUTH)
-    assert "the best of 2 plans, the previous token's experts, would save 0.5 % of the time" in text
+    assert (
+        "the best of 2 plans that prefetch anything, the previous token's experts, would save 0.5 % of the time" in text
+    )
+
+
+def test_a_plan_that_prefetches_nothing_is_not_the_best_one_and_not_drawn() -> None:
+    idle = {"simulated_submitted": 0, "simulated_removed_misses": 0, "simulated_time_with_ns": 2000}
+    still = row("previous_token", lookahead_layers=0, **idle)
+    text = answer(still, row(**COSTS), TRUTH)
+    assert "the best of 1 plan that prefetches anything, conditional, 1 layer ahead, would cost 5.0 % of" in text
+    assert "room for 40 experts, conditional, 1 layer ahead" in drawn(still, row(**COSTS), TRUTH)
+    text = answer(still, TRUTH)
+    assert (
+        "it does not pay: the one plan that was tried does not prefetch anything, since what it names is there" in text
+    )
+    assert "where the truth would save 50.0 % of the time" in text
+    text = answer(still, row("frequency", lookahead_layers=0, **idle), TRUTH)
+    assert "it does not pay: none of 2 plans prefetches anything, since what they name is there" in text
+    (block,) = benefit_blocks([still, TRUTH], Plots(), waterfalls=[waterfall(still), waterfall(TRUTH)])
+    assert block.pictures == []
+    assert "A miss that was named may remain" in block.grids[0].caption
 
 
 def test_where_the_truth_saves_nothing_there_is_nothing_to_gain() -> None:
@@ -159,7 +182,7 @@ def effect(**said: Any) -> dict[str, Any]:
         "plan_wall_high_ns": 5_300_000, "none_wall_ns": 5_000_000, "none_wall_low_ns": 4_800_000,
         "none_wall_high_ns": 5_200_000, "saved_ns": -100_000, "none_spread_ns": 400_000, "plan_spread_ns": 300_000,
         "effect_time": "none", "completed_share": 0.8, "hints_completed": 40, "hints": 50, "named_hit_rate": 0.75,
-        "named_hits": 75, "named_accesses": 100, **said,
+        "named_hits": 75, "named_accesses": 100, "hints_submitted": 45, "hinted_share": 0.5, "plan_events": 100, **said,
     }  # fmt: skip
 
 
@@ -170,23 +193,45 @@ def measured(*effects: dict[str, Any]) -> list[str]:
 
 def test_what_native_runs_measured_stands_beside_what_is_simulated_and_flips_with_the_view() -> None:
     assert measured(effect()) == [
-        "Measured, oracle, advice, page_cache with 400 B: bytes from the device 10.0 % less (900 B against 1.00 kB; "
-        "runs of one condition differ by up to 30 B); no effect on time (2.0 % more, 5.100 ms against 5.000 ms; runs "
-        "of one condition differ by up to 0.400 ms); 5 runs with it, 10 without."
+        "Measured, oracle, advice, page_cache with 400 B: bytes from the device 10.0 % less (900 B against 1.00 kB; 5 "
+        "runs with it, 10 without; runs of one condition differ by up to 30 B); no effect on time (2.0 % more, 5.100 "
+        "ms against 5.000 ms; 5 timed runs with it, 10 without; timed runs of one condition differ by up to 0.400 ms); "
+        "hints for 50.0 % of the events (50 of 100)."
     ]
     costs = {"plan_device_bytes": 1200, "saved_device_bytes": -200, "effect_bytes": "more"}
     quick = {"plan_wall_ns": 4_000_000, "saved_ns": 1_000_000, "effect_time": "less"}
     (said,) = measured(effect(**costs, **quick))
-    assert "bytes from the device 20.0 % more (1.20 kB against 1.00 kB; runs" in said
-    assert "time 20.0 % less (4.000 ms against 5.000 ms; runs" in said
+    assert "bytes from the device 20.0 % more (1.20 kB against 1.00 kB; 5 runs" in said
+    assert "time 20.0 % less (4.000 ms against 5.000 ms; 5 timed runs" in said
+
+
+def test_a_figure_of_one_run_has_no_spread_and_counts_are_those_of_its_own_kind() -> None:
+    once = {"plan_runs": 5, "plan_timed_runs": 1, "none_timed_runs": 1, "effect_time": None}
+    (said,) = measured(effect(**once, none_spread_ns=0, plan_spread_ns=0))
+    assert "(2.0 % more, 5.100 ms against 5.000 ms; one timed run each); hints" in said
+    assert "1.00 kB; 5 runs with it, 10 without; runs of one condition differ by up to 30 B)" in said
+    (said,) = measured(effect(plan_timed_runs=1, none_timed_runs=3, plan_spread_ns=0, effect_time=None))
+    assert "; 1 timed run with it, 3 without; timed runs of one condition differ by up to 0.400 ms)" in said
+    (block,) = benefit_blocks([], Plots(), effects=[effect(plan_timed_runs=1)])
+    assert block.grids[0].rows[0][5].note.startswith("1 timed run, ")
+
+
+def test_where_nothing_was_delivered_the_sentence_says_so_and_tells_no_effect() -> None:
+    nothing = {"hints_submitted": 0, "hints": 0, "hinted_share": 0.0, "effect_bytes": None, "effect_time": None}
+    (said,) = measured(effect(**nothing))
+    assert said.endswith(
+        "nothing of the plan was delivered, so bytes and times say nothing of it; it has hints for 0.0 % of the events "
+        "(0 of 100)."
+    )
+    assert "effect" not in said
 
 
 def test_without_enough_repetitions_valid_times_or_a_counterpart_the_sentence_says_so() -> None:
     untimed = {"plan_wall_ns": None, "saved_ns": None, "effect_time": None}
     (said,) = measured(effect(plan_runs=1, effect_bytes=None, condition=None, **untimed))
     assert "plan 0123456789ab, advice, page_cache with 400 B: too few valid repetitions to tell of bytes from" in said
-    assert "(10.0 % less, 900 B against 1.00 kB; runs of one condition differ by up to 30 B); no valid time" in said
-    assert said.endswith("no valid time of both; 1 run with it, 10 without.")
+    assert "(10.0 % less, 900 B against 1.00 kB; 1 run with it, 10 without; runs of one condition" in said
+    assert "no valid time of both; hints for" in said
     (said,) = measured(effect(none_runs=0))
     assert said.startswith("Measured, but held against nothing: 1 condition with a plan")
     assert measured() == ["Measured: nothing, since no native run of this trace delivered a plan."]

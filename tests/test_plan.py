@@ -70,6 +70,7 @@ LISTS = pa.list_(pa.uint16())
     [
         ({"event_id": [0, 3]}, "event 3: the trace has 3 events"),
         ({"event_id": [0, -1]}, "event -1: the trace has 3 events"),
+        ({"layer_id": [5, -7]}, "event 1: layer_id -7, in the trace it is of layer 7"),
         ({"layer_id": [5, 5]}, "event 1: layer_id 5, in the trace it is of layer 7"),
         ({"expert_ids": [[2], [9]]}, "event 0: expert 2, wanted below the 2 of layer 5"),
         ({"expert_ids": [[1], [4, 9]]}, "event 1: expert 4, wanted below the 4 of layer 7"),
@@ -116,6 +117,70 @@ def test_a_file_of_other_columns_is_refused(tmp_path, changed, said):
         read_plan(path, three_events())
 
 
+@pytest.mark.parametrize("name", ["event_id", "issued_after_event_id", "layer_id", "expert_ids"])
+def test_a_number_beyond_64_bits_is_refused_with_its_column(tmp_path, name):
+    most = pa.array([2**64 - 1, 0], pa.uint64())
+    columns = {
+        "event_id": pa.array([0, 1]),
+        "issued_after_event_id": pa.array([None, 0], pa.int64()),
+        "layer_id": pa.array([5, 7]),
+        "expert_ids": pa.array([[1], [3]], LISTS),
+    }
+    columns[name] = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), most) if name == "expert_ids" else most
+    path = write_rows(tmp_path / "plan.parquet", **columns)
+    said = f"column {name}: {2**64 - 1}, wanted at most {2**63 - 1}"
+    with pytest.raises(MalformedPlan, match=re.escape(said)):
+        read_plan(path, three_events())
+
+
+@pytest.mark.parametrize(
+    ("lists", "named"),
+    [
+        (pa.array([[1], [3]], pa.list_(pa.int64(), 1)), [[1], [3], None]),
+        (pa.array([[], []]), [[], [], None]),
+        (pa.array([[1], []], pa.list_(pa.int8())), [[1], [], None]),
+    ],
+)
+def test_columns_of_nulls_alone_and_lists_of_any_kind_are_read(tmp_path, lists, named):
+    path = write_rows(
+        tmp_path / "plan.parquet", event_id=pa.array([0, 1]), issued_after_event_id=pa.nulls(2), layer_id=pa.nulls(2),
+        expert_ids=lists,
+    )  # fmt: skip
+    assert predictions_of(read_plan(path, three_events())) == named
+
+
+def test_a_plan_says_whose_it_is_and_one_of_another_trace_is_refused(tmp_path):
+    path = tmp_path / "plan.parquet"
+    write_plan(path, plan_of([[0], None, None]), three_events())
+    assert pq.read_schema(path).metadata[b"trace_id"] == b"three"
+    other = make_trace([[[[0]], [[3]]], [[[1]], []]], layer_ids=[5, 7], num_experts=[2, 4], trace_id="other")
+    with pytest.raises(MalformedPlan, match="a plan of trace three, wanted one of other; make a plan for trace other"):
+        read_plan(path, other)
+    # A plan written by hand says nothing of it.
+    pq.write_table(pq.read_table(path).replace_schema_metadata(None), path)
+    assert predictions_of(read_plan(path, other)) == [[0], None, None]
+
+
+def test_a_plan_is_written_over_nothing_but_a_plan(tmp_path):
+    trace, plan = three_events(), plan_of([[0], None, None])
+    path = tmp_path / "plan.parquet"
+    path.touch()
+    write_plan(path, plan, trace)
+    write_plan(path, plan, trace)
+    for content in (b"notes", b"PAR1" + bytes(60) + b"PAR1"):
+        path.write_bytes(content)
+        with pytest.raises(MalformedPlan, match="there already, and no lookahead plan"):
+            write_plan(path, plan, trace)
+        assert path.read_bytes() == content
+    write_rows(path, event_id=pa.array([1]))
+    with pytest.raises(MalformedPlan, match="there already, and no lookahead plan"):
+        write_plan(path, plan, trace)
+    with pytest.raises(MalformedPlan, match="a folder, wanted the name of a file"):
+        write_plan(tmp_path, plan, trace)
+    with pytest.raises(MalformedPlan, match="no regular file"):
+        write_plan(Path("/dev/null"), plan, trace)
+
+
 def test_more_than_a_trace_can_be_told_is_refused_before_it_is_read(tmp_path):
     def claims(rows: int, ids: int) -> Path:
         return write_rows(
@@ -151,6 +216,7 @@ def test_what_is_no_parquet_is_refused_and_what_is_not_there_is_an_oserror(tmp_p
         path.write_bytes(content)
         with pytest.raises(MalformedPlan, match="no Parquet file of a lookahead plan"):
             read_plan(path, three_events())
+    path.unlink()
     write_plan(path, plan_of([[0], None, None]), three_events())
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])

@@ -278,6 +278,13 @@ def test_a_fit_that_does_not_match_is_refused(text, said):
         parse_fit(text, trace, known.__getitem__)
 
 
+def test_a_width_beyond_all_experts_names_them_all_and_takes_no_more_memory():
+    trace = make_trace(np.random.default_rng(0).integers(0, 8, (6, 2, 1)), num_experts=[8, 4])
+    wide, all_of_them = every_plan(trace, first(3), 1, 2**31 - 1), every_plan(trace, first(3), 1, 8)
+    for name, plan in wide.items():
+        assert predictions_of(plan) == predictions_of(all_of_them[name])
+
+
 @pytest.mark.parametrize("wrong", [{"width": 0}, {"depth": 0}])
 def test_a_width_or_depth_below_1_is_refused(wrong):
     trace = make_trace(np.zeros((2, 2, 1), dtype=int))

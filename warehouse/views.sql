@@ -184,8 +184,8 @@ WITH counted AS (
 ),
 planned AS (
     SELECT
-        setting, condition_hash, delivery, plan_hash, piece_bytes, hint_slots,
-        min(condition) AS condition,
+        -- Two conditions of an experiment may ask for the same and stay two.
+        setting, condition_hash, condition, delivery, plan_hash, piece_bytes, hint_slots,
         quantile_disc(capacity_bytes, 0.5) AS capacity_bytes,
         -- A wall was asked for where it is the same for all runs.
         CASE WHEN count(*) > 1 AND min(wall_bytes) = max(wall_bytes) THEN min(wall_bytes) END AS wall_bytes,
@@ -200,7 +200,9 @@ planned AS (
         max(timed_ns) AS plan_wall_high_ns,
         sum(native_hits)::BIGINT AS plan_hits,
         sum(observed_accesses)::BIGINT AS plan_observed_accesses,
+        sum(events)::BIGINT AS plan_events,
         sum(hints)::BIGINT AS hints,
+        sum(hints_submitted)::BIGINT AS hints_submitted,
         sum(hints_completed)::BIGINT AS hints_completed,
         sum(named_accesses)::BIGINT AS named_accesses,
         sum(named_hits)::BIGINT AS named_hits,
@@ -257,8 +259,9 @@ SELECT
     saved_device_bytes, none_spread_bytes, plan_spread_bytes,
     plan_device_bytes / nullif(none_device_bytes, 0) AS device_over_none,
     -- None inside what either does against itself. Below five runs of either chance alone leaves the range too often.
+    -- A plan of which nothing was handed over has no effect to speak of.
     CASE
-        WHEN plan_runs < 5 OR none_runs < 5 THEN NULL
+        WHEN plan_runs < 5 OR none_runs < 5 OR hints_submitted = 0 THEN NULL
         WHEN abs(saved_device_bytes) <= greatest(none_spread_bytes, plan_spread_bytes) THEN 'none'
         WHEN saved_device_bytes > 0 THEN 'less'
         ELSE 'more'
@@ -268,13 +271,14 @@ SELECT
     saved_ns, none_spread_ns, plan_spread_ns,
     plan_wall_ns / nullif(none_wall_ns, 0) AS wall_over_none,
     CASE
-        WHEN plan_timed_runs < 5 OR none_timed_runs < 5 THEN NULL
+        WHEN plan_timed_runs < 5 OR none_timed_runs < 5 OR hints_submitted = 0 THEN NULL
         WHEN abs(saved_ns) <= greatest(none_spread_ns, plan_spread_ns) THEN 'none'
         WHEN saved_ns > 0 THEN 'less'
         ELSE 'more'
     END AS effect_time,
     plan_hits / nullif(plan_observed_accesses, 0) AS plan_hit_rate, plan_hits, plan_observed_accesses,
     none_hits / nullif(none_observed_accesses, 0) AS none_hit_rate, none_hits, none_observed_accesses,
+    hints / nullif(plan_events, 0) AS hinted_share, plan_events, hints_submitted,
     hints_completed / nullif(hints, 0) AS completed_share, hints_completed, hints,
     named_hits / nullif(named_accesses, 0) AS named_hit_rate, named_hits, named_accesses,
     hinted_read_bytes, hinted_missing_bytes
