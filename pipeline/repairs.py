@@ -56,6 +56,11 @@ class Repairs:
         return self._dense(block)
 
     @property
+    def changed_rows(self) -> bool:
+        """Whether rows or ids are others than the dump's; the name of a layer is none of them."""
+        return bool(self.moved_rows or self.stripped_rows or any(self.dropped_rows.values()))
+
+    @property
     def found(self) -> str | None:
         """What was changed, for a person; null if nothing."""
         said = []

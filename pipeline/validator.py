@@ -192,6 +192,7 @@ class Validator:
         self.kinds = np.zeros(len(PASS_KINDS), dtype=np.int64)
         self.accepted = 0
         self.repaired: str | None = None
+        self.rows_changed = False
         self._state = _LayerState(self.declared or 0)
         self._first_ids = np.zeros((0, max(self.top_k, 0)), dtype=np.int32)
         self._warmup_ids = np.zeros((0, max(self.top_k, 0)), dtype=np.int32)
@@ -744,7 +745,7 @@ class Validator:
             "k of the records": self._width_check,
             "what is said fits": lambda: self._record("what is said fits", "ok", "no contradiction"),
             "repaired as asked": lambda: self._record(
-                "repaired as asked", "warn" if self.repaired else "ok", self.repaired or "nothing was asked for"
+                "repaired as asked", "warn" if self.rows_changed else "ok", self.repaired or "nothing was asked for"
             ),
         }
 

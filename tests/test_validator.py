@@ -527,7 +527,8 @@ def test_every_repair_makes_another_trace_and_says_so(tmp_path):
     ]
     done = [taken(tmp_path, npz_dump(routes), **one) for one in said]
     assert len({one.metadata.trace_id for one in done}) == len(said)
-    assert [outcome(one, "repaired as asked") for one in done] == ["ok", "warn", "warn", "ok", "warn"]
+    # The number of a layer changes no row, and nothing here is warm-up.
+    assert [outcome(one, "repaired as asked") for one in done] == ["ok", "warn", "ok", "ok", "warn"]
     for one, keys in zip(done, said, strict=True):
         assert one.metadata.user_metadata.model_dump(exclude_none=True) == keys
 
