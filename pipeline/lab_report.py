@@ -4,6 +4,7 @@ It shows the view `lab_matrix`; capacities that were asked for come from the lab
 small by its boot was asked for none.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
@@ -41,16 +42,28 @@ def _asked(lab: Row) -> dict[str, int | None]:
         return {}
 
 
-def _in_order(rows: Sequence[Row], asked: Mapping[str, int | None]) -> list[Row]:
-    """The rows with the capacity that their condition asks for, smallest first, in the order of the definition."""
+def _settings(lab: Row) -> dict[str, str]:
+    """All that each condition asks for but MGLRU, by label: what two conditions must share to be held against it."""
+    if not _asked(lab):
+        return {}
+    return {
+        one["label"]: json.dumps({key: value for key, value in one.items() if key not in ("label", "mglru")})
+        for one in json.loads(lab["definition"])["conditions"]
+    }
+
+
+def _in_order(rows: Sequence[Row], asked: Mapping[str, int | None], settings: Mapping[str, str]) -> list[Row]:
+    """The rows with the capacity and setting that their condition asks for, smallest first, in its order."""
     place = {label: number for number, label in enumerate(asked)}
-    with_capacity = [{**row, "asked_bytes": asked.get(row["condition"])} for row in rows]
+    with_capacity = [
+        {**row, "asked_bytes": asked.get(row["condition"]), "setting": settings.get(row["condition"])} for row in rows
+    ]
     return sorted(with_capacity, key=lambda row: (row["asked_bytes"] or 0, place.get(row["condition"], 0)))
 
 
 def _block(lab: Row, unordered: Sequence[Row]) -> Block:
     capacities = _asked(lab)
-    rows = _in_order(unordered, capacities)
+    rows = _in_order(unordered, capacities, _settings(lab))
     state = "" if lab["finished"] else ", not finished"
     asked = (
         f"{lab['asks']} {amount(lab['conditions'])} {plural('condition', lab['conditions'])}, "
@@ -132,11 +145,12 @@ def _against_classic(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if not _has_mglru(row):
             continue
-        key = (row["place"], row["mechanism"], row["owner"], row["guest_memory_bytes"], row["kernel_release"])
+        alike = ("place", "mechanism", "owner", "guest_memory_bytes", "kernel_release", "setting")
+        # What else a condition is called by: its threads, its readahead.
+        label = row["condition"]
+        name = label.removesuffix(", MGLRU on") if label.endswith(", MGLRU on") else row["mechanism"]
         for other in rows:
-            if _has_mglru(other) or key != (
-                other["place"], other["mechanism"], other["owner"], other["guest_memory_bytes"], other["kernel_release"]
-            ):  # fmt: skip
+            if _has_mglru(other) or any(row[key] != other[key] for key in alike):
                 continue
             ratio = row["amplification_resident"] / other["amplification_resident"]
             apart = (
@@ -144,7 +158,7 @@ def _against_classic(rows: Sequence[Row]) -> list[str]:
                 or row["amplification_high"] < other["amplification_low"]
             )
             sentences.append(
-                f"{row['mechanism']} at {sized(row['asked_bytes'])}: with MGLRU {ratio:.3f} times what the classic "
+                f"{name} at {sized(row['asked_bytes'])}: with MGLRU {ratio:.3f} times what the classic "
                 f"lists read, each per byte that an LRU of its own residency misses "
                 f"({_range(row)} against {_range(other)}); "
                 + ("the ranges are apart." if apart else "inside the spread, so no effect is claimed.")
