@@ -20,13 +20,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(INSTALLED)
 	@$(BIN)/expert-tier demo
 
-# Two jobs at a time, each printed when it ends: first the tests that wait for the disk and for each other. Beside them
+# Three jobs at a time, each printed when it ends: first the tests that wait for the disk and for each other. Beside them
 # the types, so that what numba compiles for the first is on disk when the others come to need it.
 test: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target --keep-going test-native types test-pure-1 \
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target --keep-going test-native types test-pure-1 \
 	  test-pure-2 test-guests
 
 test-native: $(INSTALLED)

@@ -113,7 +113,7 @@ def count_hits(policy: str, semantics: str, trace: Trace, scope: str, experts: i
 
 
 @pytest.mark.parametrize("policy", oracles.POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     trace=routing_traces(),
     order=st.sampled_from(ACCESS_ORDERS),
@@ -138,7 +138,7 @@ def admission_masks(trace: Trace):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), trace=routing_traces(), dedup=st.sampled_from(DEDUPS), scope=st.sampled_from(SCOPES))
 def test_a_walk_in_pieces_is_decided_as_the_whole(policy, data, trace, dedup, scope):
     steps = whole_walk(trace, dedup=dedup)
@@ -151,7 +151,7 @@ def test_a_walk_in_pieces_is_decided_as_the_whole(policy, data, trace, dedup, sc
 
 
 @pytest.mark.parametrize("policy", DEMAND_POLICIES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), trace=routing_traces(), scope=st.sampled_from(SCOPES))
 def test_what_may_not_enter_never_hits(policy, data, trace, scope):
     steps = whole_walk(trace)
@@ -162,7 +162,7 @@ def test_what_may_not_enter_never_hits(policy, data, trace, scope):
 
 
 @pytest.mark.parametrize("policy", DEMAND_POLICIES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), trace=routing_traces(), scope=st.sampled_from(SCOPES))
 def test_a_table_that_admits_everything_changes_nothing(policy, data, trace, scope):
     steps, capacity = whole_walk(trace), data.draw(capacities(trace))
@@ -172,7 +172,7 @@ def test_a_table_that_admits_everything_changes_nothing(policy, data, trace, sco
         assert kernel_decisions(*asked) == kernel_decisions(*asked, admits=everything)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 @given(data=st.data(), trace=routing_traces(), scope=st.sampled_from(SCOPES), semantics=st.sampled_from(ATOMIC_OR_NOT))
 def test_pinning_nothing_is_lru_and_pinning_everything_is_static(data, trace, scope, semantics):
     steps, capacity = whole_walk(trace), data.draw(capacities(trace))
@@ -188,7 +188,7 @@ def one_layer(events: list[list[int]]) -> Trace:
     return make_trace([[[[expert] for expert in event]] for event in events], num_experts=4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(accesses=access_lists(), experts=st.integers(0, 4), forced=st.booleans())
 def test_sequential_belady_has_as_many_hits_as_trying_every_victim(accesses, experts, forced):
     policy = "belady_forced" if forced else "belady_bypass"
@@ -196,7 +196,7 @@ def test_sequential_belady_has_as_many_hits_as_trying_every_victim(accesses, exp
     assert hits == oracles.most_hits_sequential(accesses, experts, must_admit=forced)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(events=event_lists(), experts=st.integers(0, 4))
 def test_event_atomic_belady_with_bypass_has_as_many_hits_as_trying_every_subset(events, experts):
     hits = count_hits("belady_bypass", "event_atomic", one_layer(events), "global", experts)
@@ -210,7 +210,7 @@ def test_event_atomic_forced_belady_may_lie_below_the_optimum_with_bypass():
 
 
 @given(trace=routing_traces(), scope=st.sampled_from(SCOPES), experts=st.integers(0, 19))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 def test_no_policy_beats_sequential_belady(trace, scope, experts):
     hits = {policy: count_hits(policy, "sequential", trace, scope, experts) for policy in POLICIES}
     assert all(hits["belady_bypass"] >= hits[policy] for policy in DEMAND_POLICIES)
@@ -218,7 +218,7 @@ def test_no_policy_beats_sequential_belady(trace, scope, experts):
 
 
 @given(trace=routing_traces(), scope=st.sampled_from(SCOPES), experts=st.integers(0, 19))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 def test_a_static_table_gains_over_belady_at_most_its_preload(trace, scope, experts):
     steps = whole_walk(trace)
     _, held, first_object, sizes = caches_of(trace, steps, scope, Capacity(experts=experts))
@@ -228,7 +228,7 @@ def test_a_static_table_gains_over_belady_at_most_its_preload(trace, scope, expe
 
 
 @given(trace=single_row_traces())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 def test_event_atomic_lru_of_top_k_experts_hits_exactly_the_lag_1_reuse(trace):
     steps = whole_walk(trace)
     events = steps.objects.reshape(-1, len(trace.metadata.moe_layer_ids), trace.top_k).tolist()
@@ -237,7 +237,7 @@ def test_event_atomic_lru_of_top_k_experts_hits_exactly_the_lag_1_reuse(trace):
 
 
 @given(trace=single_row_traces(), semantics=st.sampled_from(ATOMIC_OR_NOT), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 def test_global_lru_below_one_token_cycle_never_hits(trace, semantics, data):
     other_layers = len(trace.metadata.moe_layer_ids) - 1
     experts = data.draw(st.integers(0, other_layers * trace.top_k))
@@ -251,7 +251,7 @@ def test_global_lru_of_one_slot_more_than_the_other_layers_need_hits():
 
 
 @given(trace=single_row_traces())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 def test_global_sequential_lru_of_one_token_cycle_equals_lru_of_top_k_per_layer(trace):
     steps = whole_walk(trace)
     cycle = len(trace.metadata.moe_layer_ids) * trace.top_k
@@ -261,7 +261,7 @@ def test_global_sequential_lru_of_one_token_cycle_equals_lru_of_top_k_per_layer(
 
 
 @given(trace=routing_traces(), semantics=st.sampled_from(ATOMIC_OR_NOT), scope=st.sampled_from(SCOPES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 def test_lru_keeps_every_hit_when_capacity_grows(trace, semantics, scope):
     steps = whole_walk(trace)
     smaller = [False] * len(steps.objects)
@@ -278,7 +278,7 @@ def test_lru_keeps_every_hit_when_capacity_grows(trace, semantics, scope):
     scope=st.sampled_from(SCOPES),
     capacity=st.sampled_from([Capacity(experts=0), Capacity(bytes=0)]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 def test_nothing_hits_in_a_cache_of_capacity_0(trace, policy, semantics, scope, capacity):
     assert not any(kernel_decisions(policy, semantics, trace, whole_walk(trace), scope, capacity))
 
@@ -290,7 +290,7 @@ def test_nothing_hits_in_a_cache_of_capacity_0(trace, policy, semantics, scope, 
     scope=st.sampled_from(SCOPES),
     in_bytes=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 def test_a_cache_of_the_whole_footprint_misses_only_first_accesses(trace, policy, semantics, scope, in_bytes):
     steps = whole_walk(trace)
     # Byte quotas are equal, so the quota of each layer must hold the largest one.
@@ -302,7 +302,7 @@ def test_a_cache_of_the_whole_footprint_misses_only_first_accesses(trace, policy
 
 
 @given(trace=routing_traces(), semantics=st.sampled_from(ATOMIC_OR_NOT), scope=st.sampled_from(SCOPES), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 def test_renaming_experts_leaves_lru_counts_alone(trace, semantics, scope, data):
     renamed_ids = trace.expert_ids.copy()
     bounds = trace.event_first_row

@@ -66,7 +66,7 @@ def every_plan(trace: Trace, fit: Fit, depth: int, width: int) -> dict[str, Plan
     return plans | {f"{name}, shuffled": shuffled(plan, trace) for name, plan in plans.items()}
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=24)
 @given(routing_traces(), st.integers(0, 5), st.integers(1, 3), st.integers(1, 7))
 def test_every_plan_fits_its_trace_and_is_issued_before_its_target(trace, fit_steps, depth, width):
     warm = trace.event_phase == WARMUP
@@ -76,7 +76,7 @@ def test_every_plan_fits_its_trace_and_is_issued_before_its_target(trace, fit_st
         assert (plan.issued_after[~plan.covered] == BEFORE_ALL).all(), name
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=24)
 @given(routing_traces(), st.integers(0, 5), st.integers(1, 3), st.integers(1, 7))
 def test_predictors_speak_at_the_event_they_know(trace, fit_steps, depth, width):
     events = events_of(trace)
@@ -101,7 +101,7 @@ def test_predictors_speak_at_the_event_they_know(trace, fit_steps, depth, width)
         assert plans["union"].issued_after[at] == later
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=24)
 @given(routing_traces(), st.integers(0, 5), st.integers(1, 3), st.integers(1, 7))
 def test_frequency_union_and_oracle_are_brute_forces(trace, fit_steps, depth, width):
     events, num_experts = events_of(trace), trace.metadata.experts_per_layer
@@ -119,7 +119,7 @@ def test_frequency_union_and_oracle_are_brute_forces(trace, fit_steps, depth, wi
     assert predictions_of(perfect) == [None if event.phase == "warmup" else event.experts for event in events]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=24)
 @given(routing_traces(), st.integers(1, 3), st.integers(1, 7), st.integers(1, 7))
 def test_a_narrower_plan_is_the_beginning_of_a_wider_one(trace, depth, narrow, more):
     fit = first(1)
@@ -132,7 +132,7 @@ def test_a_narrower_plan_is_the_beginning_of_a_wider_one(trace, depth, narrow, m
         assert predictions_of(narrowed(make(narrow + more), width=narrow)) == predictions_of(make(narrow))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=24)
 @given(routing_traces(), st.integers(1, 7), st.integers(0, 3))
 def test_draws_are_an_events_own_and_of_its_layer(trace, width, seed):
     plan = predictions_of(random(trace, width=width, seed=seed))
@@ -171,7 +171,7 @@ def test_the_nulls_hit_what_chance_expects():
     assert np.mean([one[0] == 0 for one in named]) == pytest.approx(1 / 2, abs=0.04)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=24)
 @given(routing_traces(), st.integers(0, 3), st.data())
 def test_shuffling_permutes_predictions_within_a_layer(trace, seed, data):
     plan = previous_token(trace)

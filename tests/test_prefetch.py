@@ -137,7 +137,7 @@ def slow(case: Case, *, with_plan: bool = True) -> tuple[Replay, list[int]]:
     return replay, kept
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=240)
 @given(cases())
 def test_outcomes_fates_and_times_are_those_of_a_replay_in_lists(case):
     result = result_of(case)
@@ -170,7 +170,7 @@ def test_outcomes_fates_and_times_are_those_of_a_replay_in_lists(case):
         assert getattr(result, name) == fates.count(name)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(cases(), st.data())
 def test_every_identity_adds_up_and_is_seen_to_break(case, data):
     result = result_of(case)
@@ -186,7 +186,7 @@ def test_every_identity_adds_up_and_is_seen_to_break(case, data):
     assert broken_identity(wrong) is not None
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(cases())
 def test_without_a_plan_misses_are_those_of_the_simulator(case):
     nothing = plan_of([None] * len(case.trace.event_layer))
@@ -203,7 +203,7 @@ def test_without_a_plan_misses_are_those_of_the_simulator(case):
     assert result.events_ns_with == result.events_ns_without
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=90)
 @given(routing_traces(), st.integers(1, 3))
 def test_the_oracle_with_nothing_in_its_way_removes_every_miss(trace, depth):
     # Without warm-up events, so that a distance in events is one in replayed events.
@@ -217,7 +217,7 @@ def test_the_oracle_with_nothing_in_its_way_removes_every_miss(trace, depth):
         assert result.removed_in_time == result.misses_without == result.used == result.submitted
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=36)
 @given(routing_traces())
 def test_the_oracle_removes_every_miss_of_a_cache_that_holds_everything_whenever_it_is_told(trace):
     result = simulate_prefetch(trace, oracle_plan(trace), capacity_experts=trace.num_objects, link=Link())

@@ -111,7 +111,7 @@ def oracle_decisions(policy: str, events: list[tuple[int, list[int]]], caches: C
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=48, deadline=None)
 @given(workload=workloads(), time_type=st.sampled_from(TIME_TYPES))
 def test_kernel_decides_every_access_as_the_oracle_does_however_the_walk_is_cut(policy, workload, time_type):
     caches, events, _ = workload
@@ -165,7 +165,7 @@ def test_a_walk_in_chunks_is_decided_as_the_whole_walk(policy, atomic):
         assert kernel_decisions(policy, parts, caches, atomic) == whole, length
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(workload=workloads(), time_type=st.sampled_from(TIME_TYPES))
 def test_next_times_are_those_found_by_looking_ahead(workload, time_type):
     chunks = [as_arrays(chunk) for chunk in workload.chunks()]
@@ -282,7 +282,7 @@ def most_hits(accesses: list[int], capacity: int, *, must_admit: bool) -> int:
     return max(reached.values())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(accesses=st.lists(st.integers(0, 3), min_size=1, max_size=14), capacity=st.integers(0, 4), forced=st.booleans())
 def test_sequential_belady_has_as_many_hits_as_trying_every_victim(accesses, capacity, forced):
     policy = "belady_forced" if forced else "belady_bypass"

@@ -132,14 +132,14 @@ def walk_of(listed: list[list[int]], capacity: int, *, num_objects: int = 10, si
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 @given(case=cases(), atomic=st.booleans())
 def test_kernel_decides_every_access_as_the_oracle_does(policy, case, atomic):
     assert decisions(policy, case, atomic) == oracle_decisions(policy, case, atomic)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(case=one_cache(), atomic=st.booleans())
 def test_kernel_decides_longer_walks_as_the_oracle_does(policy, case, atomic):
     assert decisions(policy, case, atomic) == oracle_decisions(policy, case, atomic)
@@ -164,7 +164,7 @@ def test_arc_is_figure_4_of_its_paper(capacity):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(case=cases(), atomic=st.booleans(), data=st.data())
 def test_a_walk_cut_into_chunks_is_decided_as_a_whole(policy, case, atomic, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(case.events.cache)), max_size=4)))
@@ -172,7 +172,7 @@ def test_a_walk_cut_into_chunks_is_decided_as_a_whole(policy, case, atomic, data
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(case=cases(), atomic=st.booleans())
 def test_a_cache_decides_the_same_whether_others_are_walked_beside_it_or_not(policy, case, atomic):
     together = np.array(decisions(policy, case, atomic))
@@ -189,7 +189,7 @@ def test_a_cache_decides_the_same_whether_others_are_walked_beside_it_or_not(pol
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(case=cases(), atomic=st.booleans())
 def test_sizes_of_1_and_admitting_everything_are_the_same_as_none(policy, case, atomic):
     objects = case.caches.num_objects
@@ -199,7 +199,7 @@ def test_sizes_of_1_and_admitting_everything_are_the_same_as_none(policy, case, 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(case=one_cache(), atomic=st.booleans(), tens=st.integers(1, 3))
 def test_equal_sizes_decide_as_sizes_of_1_do(policy, case, atomic, tens):
     # Capacities of whole tens, since S3-FIFO rounds its shares to the unit.
@@ -212,7 +212,7 @@ def test_equal_sizes_decide_as_sizes_of_1_do(policy, case, atomic, tens):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(case=cases(), atomic=st.booleans())
 def test_accesses_of_refused_objects_change_nothing(policy, case, atomic):
     admits = case.caches.admits
@@ -227,7 +227,7 @@ def test_accesses_of_refused_objects_change_nothing(policy, case, atomic):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(case=one_cache())
 def test_events_of_one_access_are_decided_the_same_in_both_semantics(policy, case):
     single = walk_of(
@@ -240,7 +240,7 @@ def test_events_of_one_access_are_decided_the_same_in_both_semantics(policy, cas
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(case=cases(may_refuse=False), atomic=st.booleans())
 def test_capacity_0_hits_nothing_and_the_footprint_misses_first_accesses_only(policy, case, atomic):
     sizes = np.ones(case.caches.num_objects, dtype=np.int64) if case.caches.sizes is None else case.caches.sizes

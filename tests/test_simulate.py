@@ -78,7 +78,7 @@ def test_toy_conformance_trace_has_its_published_counts():
     assert (row["accesses"], row["hits"], row["misses"], row["compulsory_misses"]) == (30, 12, 18, 12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(data=st.data(), trace=routing_traces(), dedup=st.sampled_from(DEDUPS), warm_pass=st.booleans())
 def test_every_row_keeps_the_contract_of_hit_rate(data, trace, dedup, warm_pass):
     asked = data.draw(st.lists(capacities(trace), min_size=1, max_size=3, unique=True))
@@ -95,7 +95,7 @@ def test_every_row_keeps_the_contract_of_hit_rate(data, trace, dedup, warm_pass)
     assert all(row["miss_bytes"] is None or row["miss_bytes"] <= row["demand_bytes"] for row in rows)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=72, deadline=None)
 @given(
     data=st.data(),
     trace=routing_traces(),
@@ -598,7 +598,7 @@ def requests(draw: st.DrawFn) -> tuple[Trace, dict, Capacity, str]:
     return trace, said, draw(capacities(trace)), draw(st.sampled_from(SCOPES))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=24, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=requests(), steps_per_part=st.integers(1, 4), warm_percent=st.sampled_from([0, 30]))
 def test_a_trace_on_disk_gives_what_it_gives_in_memory(tmp_path, asked, steps_per_part, warm_percent):
     trace, said, capacity, scope = asked
@@ -618,7 +618,7 @@ def test_a_prefill_over_several_parts_accepts_its_token_in_the_last(tmp_path):
     assert open_trace(path).step_accepted.sum(axis=1).tolist() == [0, 0, 1, 1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(asked=requests(), piece_accesses=st.integers(1, 5))
 def test_a_walk_in_small_pieces_gives_what_the_whole_gives(asked, piece_accesses):
     trace, said, capacity, scope = asked
@@ -635,7 +635,7 @@ def test_a_walk_in_small_pieces_gives_what_the_whole_gives(asked, piece_accesses
         assert decided(replay, capacity, scope) == whole
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data(), trace=routing_traces(), piece_accesses=st.integers(1, 9))
 def test_the_pieces_of_a_walk_hold_every_event_once_and_whole(data, trace, piece_accesses):
     whole = prepare(trace, Window(phase="all"), dedup=data.draw(st.sampled_from(DEDUPS))).walk
@@ -647,7 +647,7 @@ def test_the_pieces_of_a_walk_hold_every_event_once_and_whole(data, trace, piece
     assert all(len(piece.objects) < piece_accesses + widest for piece in found)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(asked=requests())
 def test_next_accesses_in_a_file_are_those_in_memory(asked):
     trace, said, capacity, scope = asked
@@ -670,7 +670,7 @@ def test_the_number_of_threads_changes_nothing(asked, cpus):
     assert found[0] == found[1]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(asked=requests())
 def test_a_cell_counts_the_same_alone_as_among_others(asked):
     trace, said, capacity, scope = asked
@@ -694,7 +694,7 @@ def test_a_streamed_walk_exists_in_pieces_only(tmp_path):
 # Choices
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 @given(
     data=st.data(),
     trace=routing_traces(),
@@ -736,7 +736,7 @@ def test_lru_behind_an_admission_table_equals_the_oracle(data, trace, scope, sem
     assert (row["hits"], row["admission"]) == (sum(hits), f"same:top:{top}")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(asked=requests(), top=st.integers(1, 3))
 def test_what_may_not_enter_is_never_hit(asked, top):
     trace, said, capacity, scope = asked
@@ -816,7 +816,7 @@ def test_an_admission_file_that_is_damaged_is_refused(tmp_path):
         one_row(single_layer(0, 1), choices=Choices(admit=str(path)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(data=st.data(), trace=routing_traces(layers_may_rest=False), semantics=st.sampled_from(ATOMIC_OR_NOT))
 def test_fitted_quotas_are_the_best_split_of_the_same_total(data, trace, semantics):
     held = data.draw(st.integers(0, 3))
@@ -872,7 +872,7 @@ def test_a_pinned_part_is_the_floor_of_its_share():
     assert none_pinned["hits"] == plain["hits"]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data(), trace=routing_traces(all_phases=False))
 def test_one_folio_per_expert_is_the_default_and_more_are_said(data, trace):
     asked = {
@@ -896,7 +896,7 @@ def test_a_token_clock_is_defined_for_lru_alone():
 # What a row says beside its hits
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(data=st.data(), trace=routing_traces(), scope=st.sampled_from(SCOPES), dedup=st.sampled_from(DEDUPS))
 def test_pressure_is_that_of_every_scored_event(data, trace, scope, dedup):
     held = data.draw(st.integers(0, 4))
@@ -919,7 +919,7 @@ def test_a_capacity_in_bytes_has_no_pressure():
     assert (row["pressure_mean"], row["pressure_p95"], row["events_above_capacity"]) == (None, None, None)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(trace=routing_traces(), single=single_row_traces())
 def test_chance_is_that_of_trace_locality(trace, single):
     for one, dedup in ((trace, "none"), (single, "none"), (single, "union")):
@@ -943,7 +943,7 @@ def test_under_union_an_event_of_several_rows_is_one_token():
     assert (row["lag1_chance_ratio"], row["lag1_uniform_ratio"]) == (1.25 / 1.5, 3 / 6)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=18, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trace=routing_traces(known_sizes=True))
 def test_bytes_missed_are_said_per_step_and_per_accepted_token(tmp_path, trace):
     row = one_row(read_trace(write_trace(trace, tmp_path / "tiny.parquet")))
@@ -1020,7 +1020,7 @@ def test_too_few_steps_have_a_difference_and_no_interval():
     )  # fmt: skip
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(data=st.data(), trace=routing_traces(), dedup=st.sampled_from(DEDUPS), seed=st.integers(0, 9))
 def test_nulls_are_the_same_requests_on_the_shuffled_trace(data, trace, dedup, seed):
     replay = prepare(trace, dedup=dedup, order="ascending")
@@ -1036,7 +1036,7 @@ def test_nulls_are_the_same_requests_on_the_shuffled_trace(data, trace, dedup, s
         assert row["shuffled_hit_rate"] == wanted["hit_rate"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(data=st.data(), trace=single_row_traces(), scope=st.sampled_from(SCOPES))
 def test_a_table_fitted_on_all_steps_hits_as_often_without_order(data, trace, scope):
     replay = prepare(trace)
@@ -1050,7 +1050,7 @@ def test_a_table_fitted_on_all_steps_hits_as_often_without_order(data, trace, sc
 # Breakdowns
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(asked=requests(), warm_percent=st.sampled_from([0, 40]))
 def test_layers_phases_and_steps_add_up_to_the_row(asked, warm_percent):
     trace, said, capacity, scope = asked

@@ -96,7 +96,7 @@ def test_every_policy_decides_event_by_event_as_over_the_whole_walk(policy: str,
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.sampled_from(["layer", "global"]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 def test_lru_over_slots_is_lru_of_the_oracle(seed: int, slots: int, scope: str) -> None:
     walked = Walked(seed, steps=30, scope=scope)
     slots = max(slots, K)
