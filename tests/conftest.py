@@ -7,7 +7,6 @@ import pytest
 
 from tests.raw_dumps import random_routes, route_csv_dump
 
-
 # A shell leaves SIGINT ignored in what it starts in the background, and what tests start would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
