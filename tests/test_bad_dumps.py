@@ -435,3 +435,18 @@ def test_expert_bytes_for_the_wrong_number_of_layers(tmp_path):
 def test_published_files_that_are_no_traces_are_refused(tmp_path, name):
     with pytest.raises(RefusedDump):
         ingest(TRACES / name, DataFolder(tmp_path), UserMetadata())
+
+
+@pytest.mark.parametrize("field", ["request_id", "rank", "phase", "num_experts", "predicted", "topk_ids", "layer_id"])
+def test_passes_of_several_requests_or_ranks_are_no_speculation(tmp_path, field):
+    records = [
+        {"step": step, "layer": layer, "experts": ids, field: 0}
+        for step, token in enumerate(random_routes(20, 3, 16, 2))
+        for layer, ids in enumerate(token)
+    ]
+    if field == "topk_ids":
+        records = [{**one, "topk_ids": one["experts"]} for one in records]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    with pytest.raises(RefusedDump, match="JSONL of no known layout"):
+        ingest(path, DataFolder(tmp_path / "data"), UserMetadata())

@@ -25,6 +25,7 @@ from schemas.trace import UserMetadata
 from tests.command_lines import expert_tier
 from tests.raw_dumps import Routes, npy_bytes, random_routes
 from tests.raw_hooks import (
+    SEEDS,
     beyond_csv,
     exp_ids_dump,
     lines,
@@ -762,3 +763,11 @@ def test_every_layout_here_is_asked_by_the_registry():
     from pipeline.dumps.sniff import LAYOUTS
 
     assert set(hooks.LAYOUTS + hook_arrays.LAYOUTS) <= set(LAYOUTS)
+
+
+@pytest.mark.parametrize("phase", [[3], {"a": 1}, None, 3])
+def test_a_phase_that_is_no_text_is_refused_with_its_line(tmp_path, phase):
+    for name in ("routing_selection_jsonl", "strict_route_jsonl"):
+        content = SEEDS[name].splitlines()
+        content[20] = json.dumps({**json.loads(content[20]), "phase": phase}).encode()
+        assert "line 21: phase is" in refused(tmp_path, b"\n".join(content) + b"\n")

@@ -283,7 +283,7 @@ def _selection_blocks(dump: DumpFile, top_k: int) -> Iterator[RowBlock]:
     def fault(value: object) -> str | None:
         if not isinstance(value, dict) or value.get("record_type") != "routing_selection":
             return "wanted a record of record_type routing_selection"
-        if value.get("phase") not in _PHASES:
+        if not isinstance(value.get("phase"), str) or value["phase"] not in _PHASES:
             return f"phase is {str(value.get('phase'))[:40]!r}, wanted prompt or generated"
         for key, limit in (("token_position", 2**32), ("layer", 2**16)):
             if not _whole(value.get(key), limit):
@@ -410,7 +410,7 @@ def _strict_blocks(dump: DumpFile, top_k: int) -> Iterator[RowBlock]:
             return f"request_id is {str(value.get('request_id'))[:40]!r}, wanted a text"
         if not isinstance(value.get("conversation_id"), str | None):
             return f"conversation_id is {str(value.get('conversation_id'))[:40]!r}, wanted a text"
-        if value.get("phase") not in phases:
+        if not isinstance(value.get("phase"), str) or value["phase"] not in phases:
             return f"phase is {str(value.get('phase'))[:40]!r}, wanted prefill or decode"
         for key, limit in numbers.items():
             if not _whole(value.get(key), limit):

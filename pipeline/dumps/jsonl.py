@@ -34,6 +34,9 @@ LAYER_KEYS = ("layer", "layer_id")
 EXPERT_KEYS = ("experts", "expert_ids", "indices", "ids", "topk_ids")
 COUNT_KEYS = {"routed", "counts", "expert_counts", "logical_count", "expert_activation", "heatmap", "selections"}
 """Fields of records that hold counts, whatever else stands beside them."""
+_OF_OTHERS = {"request_id", "req_id", "request", "rank", "phase", "num_experts", "predicted", "token", "position"}
+"""Fields that say what this layout cannot hold: records of several requests or ranks are no passes of one stream."""
+
 BLOCK_BYTES = 4 * 1024 * 1024
 ITERATION_KEYS = ("iteration", "iter", "step")
 
@@ -132,7 +135,9 @@ def parse_passes(dump: DumpFile, asked: Asked) -> ParsedDump:
 
 
 def _is_passes(sample: Sample) -> bool:
-    if not isinstance(sample.value, dict) or COUNT_KEYS & set(sample.value):
+    if not isinstance(sample.value, dict) or (COUNT_KEYS | _OF_OTHERS) & set(sample.value):
+        return False
+    if any(len(set(keys) & set(sample.value)) > 1 for keys in (LAYER_KEYS, EXPERT_KEYS)):
         return False
     return bool(set(LAYER_KEYS) & set(sample.value)) and any(
         isinstance(sample.value.get(key), list) for key in EXPERT_KEYS
