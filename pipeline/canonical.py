@@ -246,6 +246,7 @@ class Canonical:
         user, parsed, validator = self.user, self.parsed, self.validator
         validator.accepted, validator.repaired = self.accepted, self.repairs.found
         validator.rows_changed = self.repairs.changed_rows
+        self.repairs.check_lengths()
         checks = validator.checks()
         layer_ids, hidden = validator.layer_ids(), validator.hidden_layers
         if not parsed.layers_are_ordinals:

@@ -32,7 +32,7 @@ from pipeline.ingest import Ingested, Reading, WrongMetadata, ingest, judge, nam
 from pipeline.model_sizes import read_model
 from pipeline.replays import Conditions, ReplayFailed, compiling_ahead, pool_of, replay_all, usable_mechanism
 from pipeline.results import stale_traces
-from replayer.command import Parser, byte_size, choice, count, run
+from replayer.command import Parser, byte_size, choice, count, printable, run
 from replayer.machine import storage_of
 from replayer.plan import MalformedPlan, check_replaceable, write_plan
 from replayer.pool import MalformedPool, Pool
@@ -311,7 +311,7 @@ def _ingest(arguments: argparse.Namespace) -> int:
                 if len(arguments.dumps) == 1 or arguments.debug:
                     raise
                 failures += 1
-                print(f"expert-tier: {' '.join(str(error).split())}", file=sys.stderr)
+                print(f"expert-tier: {printable(' '.join(str(error).split()))}", file=sys.stderr)
     if arguments.json:
         print(json.dumps([_ingested_document(one) for one in done]))
     else:
@@ -323,7 +323,7 @@ def _ingest(arguments: argparse.Namespace) -> int:
                 f"{counts.selections:,} selections, {counts.accesses:,} accesses → {one.path}"
             )
             for warning in one.warnings:
-                print(f"  note: {warning}")
+                print(f"  note: {printable(warning)}")
     return 1 if failures else 0
 
 
@@ -382,12 +382,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
         print(json.dumps(document))
     else:
         if metadata is not None:
-            print("\n".join(_described(metadata)))
+            print("\n".join(map(printable, _described(metadata))))
         print(f"verdict: {verdict.outcome}")
         for check in verdict.checks:
             # Why it is refused is the line on stderr.
             found = f": {check.found}" if check.outcome not in ("refuse", "not_reached") else ""
-            print(f"  {check.outcome.replace('_', ' '):<15} {check.name}{found}")
+            print(printable(f"  {check.outcome.replace('_', ' '):<15} {check.name}{found}"))
         for observation in [] if metadata is None else metadata.engine_observations:
             print(f"  the engine's own: {observation.hits:,} hits of {observation.accesses:,} ({observation.meaning})")
     if verdict.refusal is not None:

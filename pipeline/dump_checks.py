@@ -19,6 +19,10 @@ FROZEN_LAYER_ROWS = 64
 CONSTANT_ROWS = 16
 """Rows from which on a layer that never changes is refused: an unwritten buffer, not a popular expert."""
 
+MAX_LAYERS = 256
+"""Most layers that are believed: the deepest published mixtures have fewer than half as many, so more of them are the
+tokens of an array whose axes were swapped."""
+
 IDENTICAL_ROWS = 32
 """Rows from which on two layers with equal routes are refused as copies; below it they are only named."""
 
@@ -83,6 +87,12 @@ CHECKS: tuple[Check, ...] = (
         "counts, fused shared experts, padding among the ids, one token's ids written over another's",
         "k different ids per token and layer",
         "a top-k never picks an expert twice",
+    ),
+    Check(
+        "shared experts apart",
+        "a fused shared expert: one id that stands in every row of every layer",
+        f"no id in all rows of all layers, from {CONSTANT_ROWS} rows a layer on",
+        "a router that balances leaves some expert out of some row; the highest ids are where engines fuse shared ones",
     ),
     Check(
         "no strided-view copy",

@@ -102,23 +102,28 @@ def read_user_metadata(dump_path: Path, overrides: Sequence[str] = ()) -> UserMe
         except (ValueError, RecursionError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise MalformedDump(f'{beside}: no TOML ({reason}); wanted lines like model = "name"') from None
+    overridden: dict[str, object] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise WrongMetadata(f"--meta {override!r:.80}: wanted key=value, for example --meta domain=code")
-        said[key.strip()] = value
-        if key.strip() not in _TEXTS:
+        key, read = key.strip(), value
+        if key not in _TEXTS:
             with contextlib.suppress(ValueError, RecursionError):
-                said[key.strip()] = json.loads(value)
+                read = json.loads(value)
+        if key in overridden and overridden[key] != read:
+            raise WrongMetadata(f"--meta {key} is said twice, as {overridden[key]!r:.40} and {read!r:.40}; say it once")
+        overridden[key] = read
+    said |= overridden
     try:
         return UserMetadata.model_validate(said)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "metadata"
         known = ", ".join(UserMetadata.model_fields)
-        what = "no such key" if first["type"] == "extra_forbidden" else first["msg"]
+        what = "no such key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
         sentence = f"{key}: {what} (found {first['input']!r:.80}); known keys: {known}"
-        if key.split(".")[0] in {override.partition("=")[0].strip() for override in overrides}:
+        if key.split(".")[0] in overridden:
             raise WrongMetadata(f"--meta {sentence}") from None
         raise MalformedDump(f"{beside}: {sentence}") from None
 

@@ -30,6 +30,7 @@ class Repairs:
     moved_rows: int = 0
     stripped_rows: int = 0
     dropped_rows: dict[str, int] = field(default_factory=dict)
+    _tokens: dict[int, int] = field(default_factory=dict)
     _steps: int = 0
 
     def apply(self, block: RowBlock) -> RowBlock:
@@ -54,6 +55,21 @@ class Repairs:
             keep = np.arange(block.rows) >= rows
             block = _kept(block, keep)
         return self._dense(block)
+
+    def check_lengths(self) -> None:
+        """Raises MalformedDump if the lengths that the user says are those of other requests than the dump's."""
+        lengths = self.user.sequence_lengths
+        if lengths is None:
+            return
+        # Engines never run the last token, so a length may be one more than the rows.
+        over = [request for request, tokens in self._tokens.items() if lengths[request] > tokens + 1]
+        if len(self._tokens) != len(lengths) or over:
+            what = f"request {over[0]} has {self._tokens[over[0]]} tokens" if over else f"{len(self._tokens)} requests"
+            raise MalformedDump(
+                f"{self.path}: {what}, but you say sequence_lengths {str(lengths)[:80]}; say the tokens of each "
+                "request",
+                check="no padding rows",
+            )
 
     @property
     def changed_rows(self) -> bool:
@@ -112,6 +128,9 @@ class Repairs:
                 "from 0); say one for each",
                 check="no padding rows",
             )
+        for request in np.unique(block.request).tolist():
+            tokens = int(block.position[block.request == request].max()) + 1
+            self._tokens[request] = max(self._tokens.get(request, 0), tokens)
         keep = block.position < np.asarray(lengths, dtype=np.int64)[block.request]
         if not keep.all():
             self._count("padding beyond the length you say (sequence_lengths)", int((~keep).sum()))

@@ -25,6 +25,7 @@ from pipeline.dump_checks import (
     FROZEN_ROWS,
     IDENTICAL_ROWS,
     IDENTITY,
+    MAX_LAYERS,
     ORDER,
     PADDING_CHANCE,
     PADDING_TOKENS,
@@ -401,6 +402,12 @@ class Validator:
             self.layer_numbers.append(number)
         num_experts = self.declared or int(block.expert_ids.max()) + 1
         layers = len(self.layer_numbers)
+        if layers > MAX_LAYERS:
+            raise MalformedDump(
+                f"{self.path}: {layers} layers, at most {MAX_LAYERS} are believed; are the axes of tokens and layers "
+                "swapped, or is a column mistaken for the layer?",
+                check="every pass has every layer",
+            )
         if layers * max(num_experts, self._state.num_experts) > MAX_OBJECTS:
             raise MalformedDump(
                 f"{self.path}: {layers} layers × {num_experts} experts; at most {MAX_OBJECTS:,} are supported. "
@@ -723,6 +730,7 @@ class Validator:
             "no expert twice in a row": lambda: self._record(
                 "no expert twice in a row", "ok", f"{self.rows} rows looked at"
             ),
+            "shared experts apart": self._shared_check,
             "no strided-view copy": self._partition_check,
             "no constant layer": self._constant_check,
             "layers differ": self._identical_check,
@@ -985,6 +993,23 @@ class Validator:
         if space == "physical":
             return self._record(name, "warn", "physical, as you say: each copy of an expert counts as one")
         return self._record(name, "ok", space)
+
+    def _shared_check(self) -> CheckRecord:
+        name, state = "shared experts apart", self._state
+        if self.top_k < 2 or state.rows.min(initial=CONSTANT_ROWS) < CONSTANT_ROWS or not state.layers:
+            return self._record(name, "not_applicable", "too few rows, or one id a row, to tell")
+        everywhere = np.flatnonzero((state.counts == state.rows[:, np.newaxis]).all(axis=0))
+        if not 0 < len(everywhere) < self.top_k:
+            return self._record(name, "ok", "none")
+        routed = self.num_experts - len(everywhere)
+        found = f"ids {everywhere.tolist()[:5]} stand in every row of every layer"
+        if everywhere[0] < routed:
+            return self._record(name, "warn", f"{found}; is a shared expert among the ids?")
+        raise MalformedDump(
+            f"{self.path}: {found}, and no id is higher: fused shared experts, which are not routed; say "
+            f"--strip-shared-experts {len(everywhere)} --meta num_experts={routed}, or leave them out when recording",
+            check=name,
+        )
 
     def _skew_check(self) -> CheckRecord:
         carried = np.sort(self._state.counts, axis=1)[:, -self.top_k :].sum(axis=1)

@@ -4,10 +4,13 @@ Exit codes: 0 done, 1 the work failed (bad data, interrupted), 2 the call was wr
 """
 
 import argparse
+import contextlib
 import errno
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import NoReturn
 
@@ -36,9 +39,10 @@ def run(
     arguments = sys.argv[1:] if argv is None else argv
     worded: tuple[type[Exception], ...] = (OSError, *wrong_call, *failed)
     try:
-        status = work(argv)
-        sys.stdout.flush()
-        return status
+        with terminate_as_interrupt():
+            status = work(argv)
+            sys.stdout.flush()
+            return status
     except BrokenPipeError:
         # The reader of our output has gone; let the interpreter not complain about it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,8 +54,34 @@ def run(
         if "--debug" in arguments:
             raise
         said = _sentence(error)
-        print(f"{prog}: {'; '.join(' '.join(line.split()) for line in said.splitlines())}", file=sys.stderr)
+        print(f"{prog}: {'; '.join(' '.join(printable(line).split()) for line in said.splitlines())}", file=sys.stderr)
         return 2 if isinstance(error, wrong_call) else 1
+
+
+@contextlib.contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends what is going on as Ctrl-C does: with everything released, and what was begun marked or removed."""
+    # Only the main thread hears signals, and only it may say what they do.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def printable(text: str) -> str:
+    """The text with what a terminal would obey, or show as nothing, escaped: names and dumps are anybody's."""
+    return "".join(
+        one if one.isprintable() or one in " \t" else one.encode("unicode_escape", "backslashreplace").decode()
+        for one in text
+    )
 
 
 _HINTS = {

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 import replayer
 from replayer import lab as planning
 from replayer.capacity import remove_leftovers
-from replayer.command import Parser, count
+from replayer.command import Parser, count, terminate_as_interrupt
 from replayer.experiment import find, read_description
 from replayer.guest import (
     PLACE,
@@ -46,7 +46,7 @@ from replayer.lab import Boot, BootLimit, Cell, Condition, Lab
 from replayer.lab_setup import check_architecture, set_up
 from replayer.pool import Pool, check_against_trace, read_pool
 from replayer.quantities import format_bytes
-from replayer.replay import package_version, replay, terminate_as_interrupt
+from replayer.replay import package_version, replay
 from replayer.replay_cli import read_marked_runs, write_rows, write_run
 from replayer.trace import Trace, read_trace, steps_without_warmup
 from schemas.columns import ACCELERATORS

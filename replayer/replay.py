@@ -36,6 +36,7 @@ from replayer.advice import Planned, hints_of, named_steps
 from replayer.arena import Arena
 from replayer.boot import calibrate
 from replayer.capacity import Balloon, Group, find_memory_controller, launch_in, memory_group, remove_leftovers
+from replayer.command import terminate_as_interrupt
 from replayer.content import expert_key
 from replayer.holdings import Choice, choose, hold, room_bytes
 from replayer.machine import Storage, direct_io_alignment, machine_row
@@ -510,20 +511,6 @@ def _take(lock: Callable[[], object], deadline: float, refusal: str) -> None:
             if time.monotonic() >= deadline:
                 raise ReplayBusy(refusal) from None
         time.sleep(_POLL_S)
-
-
-@contextlib.contextmanager
-def terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does: with everything released and the run marked."""
-
-    def interrupt(_number: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

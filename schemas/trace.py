@@ -95,12 +95,12 @@ class UserMetadata(_Model):
         default=None, description="true if the model really shares routes between layers"
     )
 
-    @model_validator(mode="after")
-    def _layers_ascend(self) -> "UserMetadata":
-        layers = self.moe_layer_ids
+    @field_validator("moe_layer_ids", mode="after")
+    @classmethod
+    def _layers_ascend(cls, layers: list[int] | None) -> list[int] | None:
         if layers is not None and sorted(set(layers)) != layers:
             raise ValueError("moe_layer_ids must ascend without repeats")
-        return self
+        return layers
 
 
 class CheckVerdict(_Model):

@@ -197,14 +197,15 @@ def test_a_killed_ingest_leaves_nothing_that_counts_and_the_next_completes(tmp_p
     assert read_trace(found.path).metadata.counts.rows == 180
 
 
-def test_an_interrupted_ingest_says_so_in_one_line_and_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_ingest_says_so_in_one_line_and_leaves_nothing(tmp_path, number):
     dump = tmp_path / "a.npz"
     dump.write_bytes(npz_dump(ROUTES))
     data = DataFolder(tmp_path / "data")
     child = _ingest_in_child(dump, data.root, SLOW)
     assert child.stdout is not None
     assert child.stdout.readline() == "writing\n"
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
     _, stderr = child.communicate(timeout=20)
     assert child.returncode == 1
     assert stderr == "expert-tier: interrupted; nothing half-written was kept\n"

@@ -775,3 +775,12 @@ def test_other_torch_files_are_not_claimed(tree):
 
 def test_modes_are_the_engines():
     assert (sglang.EXTEND, sglang.DECODE, sglang.IDLE) == (EXTEND, DECODE, IDLE)
+
+
+@pytest.mark.parametrize("cached", ["6", 3.7, -6, True, 600])
+def test_cached_tokens_that_are_no_count_of_prompt_tokens_are_refused(tmp_path, cached):
+    routes = random_routes(12, 3, 16, 2)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines([partitioned(routes, 5, 8, cached_tokens=cached)]))
+    with pytest.raises(MalformedDump, match=r"cached_tokens is .*, wanted a whole number of at most 5 prompt tokens"):
+        ingest(path, DataFolder(tmp_path / "data"), UserMetadata())

@@ -570,3 +570,59 @@ def test_whatever_is_wrong_every_check_has_one_verdict_in_order(tmp_path, faults
     if verdict.refusal is not None:
         assert "\n" not in str(verdict.refusal)
         assert verdict.refusal.check in NAMES
+
+
+# What an attack got past the checks
+
+
+def test_a_fused_shared_expert_is_refused_though_nobody_says_how_many_experts_there_are(capsys, tmp_path):
+    routes = random_routes(60, 4, 32, 4)
+    fused = [[[*ids, 32] for ids in token] for token in routes]
+    name, line = refused(capsys, tmp_path, tok_layers_dump(fused))
+    assert name == "shared experts apart"
+    assert "--strip-shared-experts 1 --meta num_experts=32" in line
+    one = taken(tmp_path, tok_layers_dump(fused), shared_experts=1, num_experts=32)
+    assert one.metadata.top_k_observed == 4
+    # One that is not the highest is some router's favourite, or an expert that another engine numbers first.
+    first = [[[0, *(expert + 1 for expert in ids)] for ids in token] for token in routes]
+    assert outcome(taken(tmp_path, tok_layers_dump(first)), "shared experts apart") == "warn"
+    assert outcome(taken(tmp_path, tok_layers_dump(routes)), "shared experts apart") == "ok"
+
+
+def test_swapped_axes_are_refused(capsys, tmp_path):
+    routes = random_routes(300, 4, 32, 4)
+    swapped = [[routes[token][layer] for token in range(300)] for layer in range(4)]
+    name, line = refused(capsys, tmp_path, npz_dump(swapped))
+    assert name == "every pass has every layer"
+    assert "300 layers, at most 256 are believed; are the axes of tokens and layers swapped" in line
+
+
+@pytest.mark.parametrize("lengths", ["40,1", "70", "20,20,20"])
+def test_lengths_of_other_requests_are_refused(capsys, tmp_path, lengths):
+    name, line = refused(capsys, tmp_path, npz_dump(random_routes(60, 3, 16, 4)), "--sequence-lengths", lengths)
+    assert name == "no padding rows"
+    assert "say the tokens of each request" in line
+
+
+def test_what_is_said_twice_must_be_the_same(capsys, tmp_path):
+    (tmp_path / "dump.bin").write_bytes(npz_dump(random_routes(60, 3, 16, 4)))
+    for said in (("--meta", "num_experts=16", "--meta", "num_experts=17"), ("--layer-map", "0-2", "--meta",
+                                                                            "moe_layer_ids=[3,4,5]")):  # fmt: skip
+        status, _, err = expert_tier(capsys, "inspect", tmp_path / "dump.bin", *said)
+        assert status == 2
+        assert "is said twice" in err
+    status, _, err = expert_tier(capsys, "inspect", tmp_path / "dump.bin", "--layer-map", "3,2,1")
+    assert (status, err.splitlines()) == (2, [err.strip()])
+    assert "--meta moe_layer_ids: moe_layer_ids must ascend without repeats" in err
+
+
+def test_what_a_terminal_would_obey_is_printed_escaped(capsys, tmp_path):
+    for name in ("\x1b[2J.npz", "\u202egnp.npz"):
+        (tmp_path / name).write_bytes(npz_dump(random_routes(60, 3, 16, 4), {"model": "a\x1b[31m\nb"}))
+        status, out, err = expert_tier(capsys, "inspect", tmp_path / name)
+        assert (status, err) == (0, "")
+        assert "a\\x1b[31m\\nb" in out
+        assert all(line.isprintable() for line in out.splitlines())
+        (tmp_path / name).write_bytes(b"{")
+        err = expert_tier(capsys, "inspect", tmp_path / name)[2]
+        assert err.strip().isprintable()

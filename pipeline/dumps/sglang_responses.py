@@ -322,9 +322,14 @@ def _response(
             f"{path}{where}: expert_logits holds {weights.size} numbers for {ids.size} ids; wanted one each"
         )
     cached: Any = meta.get("cached_tokens")
+    if cached is not None and not (is_integer(cached) and 0 <= cached <= prompt):
+        raise MalformedDump(
+            f"{path}{where}: cached_tokens is {str(cached)[:40]!r}, wanted a whole number of at most {prompt} prompt "
+            "tokens; rows of a cached prefix are another request's"
+        )
     return _Response(
         where, ids.astype(np.int32), None if weights is None else weights.reshape(ids.shape).astype(np.float32), start,
-        prompt, layers, id_space, cached if is_integer(cached) and cached > 0 else 0,
+        prompt, layers, id_space, cached or 0,
     )  # fmt: skip
 
 
