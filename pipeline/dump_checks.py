@@ -19,10 +19,6 @@ FROZEN_LAYER_ROWS = 64
 CONSTANT_ROWS = 16
 """Rows from which on a layer that never changes is refused: an unwritten buffer, not a popular expert."""
 
-MAX_LAYERS = 256
-"""Most layers that are believed: the deepest published mixtures have fewer than half as many, so more of them are the
-tokens of an array whose axes were swapped."""
-
 IDENTICAL_ROWS = 32
 """Rows from which on two layers with equal routes are refused as copies; below it they are only named."""
 

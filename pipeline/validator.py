@@ -25,7 +25,6 @@ from pipeline.dump_checks import (
     FROZEN_ROWS,
     IDENTICAL_ROWS,
     IDENTITY,
-    MAX_LAYERS,
     ORDER,
     PADDING_CHANCE,
     PADDING_TOKENS,
@@ -36,7 +35,7 @@ from pipeline.dump_checks import (
     SUM_TOLERANCE,
     Check,
 )
-from pipeline.dumps.blocks import MalformedDump, ParsedDump, RefusedDump, RowBlock
+from pipeline.dumps.blocks import MAX_LAYERS, MalformedDump, ParsedDump, RefusedDump, RowBlock
 from replayer.trace import MAX_OBJECTS
 from schemas.columns import PASS_KINDS, PHASES
 from schemas.trace import (

@@ -145,7 +145,7 @@ def test_different_ranks_are_shards_and_joined_step_by_step(tmp_path):
 def test_shards_in_small_blocks_give_the_same_trace(tmp_path, monkeypatch):
     shards = [steps_of(1), steps_of(2)]
     files = {f"{rank}.jsonl": jsonl(rank_trace(shards[rank], LAYERS, rank=rank)) for rank in range(2)}
-    monkeypatch.setattr("pipeline.dumps.megatron.ROWS_PER_BLOCK", 5)
+    monkeypatch.setattr("pipeline.dumps.ranks.ROWS_PER_BLOCK", 5)
     assert rows_of(ingested(write(tmp_path / "trace", files))) == expected(shards)
 
 

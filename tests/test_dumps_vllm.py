@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.dumps import vllm
+from pipeline.dumps import vllm, vllm_logs
 from pipeline.dumps.blocks import DumpFile, MalformedDump, RefusedDump
 from pipeline.dumps.sniff import look
 from pipeline.ingest import Ingested, ingest
@@ -501,7 +501,7 @@ def test_the_log_in_small_batches_gives_the_same_trace(tmp_path, monkeypatch):
     )
     whole = [rows_of(ingested(tmp_path / f"a{at}", content)) for at, content in enumerate((multi, single))]
     monkeypatch.setattr("pipeline.dumps.jsonl.BLOCK_BYTES", 4096)
-    monkeypatch.setattr("pipeline.dumps.vllm.ROWS_PER_BLOCK", 40)
+    monkeypatch.setattr("pipeline.dumps.vllm_logs.ROWS_PER_BLOCK", 40)
     again = [rows_of(ingested(tmp_path / f"b{at}", content)) for at, content in enumerate((multi, single))]
     assert all(frame.equals(other) for frame, other in zip(again, whole, strict=True))
 
@@ -637,7 +637,7 @@ def test_look_alikes_are_not_claimed(tmp_path, name):
     path.write_bytes(LOOK_ALIKES[name])
     with DumpFile(path) as dump:
         sample = look(dump)
-    assert not [layout.name for layout in vllm.LAYOUTS if layout.claims(sample)]
+    assert not [layout.name for layout in (*vllm.LAYOUTS, *vllm_logs.LAYOUTS) if layout.claims(sample)]
 
 
 LOG_LAYERS = [0, 2]

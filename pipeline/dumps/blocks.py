@@ -48,6 +48,9 @@ HEAD_BYTES = 64 * 1024
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_MEMBERS = 4096
 """Most files of one dump."""
+MAX_LAYERS = 256
+"""Most layers that are believed: the deepest published mixtures have fewer than half as many, so more of them are the
+tokens of an array whose axes were swapped."""
 ROWS_PER_BLOCK = 128 * 1024
 """Rows a parser aims at per block; a step that is larger stays whole."""
 UNFINISHED = (".tmp", ".part", ".partial", ".crdownload")

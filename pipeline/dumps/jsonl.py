@@ -327,3 +327,28 @@ def _block_bytes(dump: DumpFile) -> int:
 
 def _uniform(lists: pa.ListArray, length: int) -> bool:
     return bool((lists.value_lengths().to_numpy(zero_copy_only=False) == length).all())
+
+
+def loads(text: bytes) -> Any:
+    """JSON whose fractions stay text, so that no list of numbers with one passes for whole numbers.
+
+    Raises:
+        ValueError, RecursionError: it is none.
+    """
+    return json.loads(text, parse_float=str, parse_constant=str)
+
+
+def integers_of(value: object, depth: int) -> pa.Array | None:
+    """Nested JSON lists of whole numbers as an Arrow list array, `depth` axes deep; null if they are none.
+
+    The JSON must come from `loads`: Arrow would cut a fraction to a whole number.
+    """
+    if not isinstance(value, list):
+        return None
+    kind: pa.DataType = pa.int64()
+    for _ in range(depth - 1):
+        kind = pa.list_(kind)
+    try:
+        return pa.array(value, type=kind)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, ValueError, TypeError):
+        return None

@@ -26,6 +26,7 @@ from pipeline.dumps import (
     tensorrt_llm,
     torch_file,
     vllm,
+    vllm_logs,
 )
 from pipeline.dumps.arrays import DAMAGE, line_of
 from pipeline.dumps.blocks import (
@@ -57,6 +58,7 @@ LAYOUTS: tuple[Layout, ...] = (
     *llama_cpp.LAYOUTS,
     *torch_file.layouts(_TREES, sglang.TREE_NO_TRACES),
     *sglang_responses.LAYOUTS,
+    *vllm_logs.LAYOUTS,
     *vllm.LAYOUTS,
     *megatron.LAYOUTS,
     *tensorrt_llm.LAYOUTS,

@@ -30,8 +30,8 @@ from pipeline.dumps.blocks import (
     Sample,
     is_integer,
 )
-from pipeline.dumps.megatron import MAX_EVENT_ROWS, Rank, gathered, joined_step, missing_ranks, shards
-from pipeline.dumps.vllm import loads
+from pipeline.dumps.jsonl import loads
+from pipeline.dumps.ranks import MAX_EVENT_ROWS, Rank, gathered, joined_step, missing_ranks, shards
 from schemas.trace import CheckRecord
 
 _KEY = re.compile(r"(\d{1,12})_(\d{1,5})", re.ASCII)
