@@ -6,6 +6,7 @@ LazyFrame's values are never looked at), a canonical trace row group by row grou
 
 import json
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 import pandera.polars as pa
@@ -35,57 +36,86 @@ def _column_checks(column: Column) -> list[pa.Check]:
     return checks
 
 
-def _ratio_check(column: Column) -> pa.Check:
+def _ratio_holds(column: Column) -> pl.Expr:
     numerator, denominator = column.ratio or ("", "")
-
-    def holds(data: pa.PolarsData) -> pl.LazyFrame:
-        whole = pl.col(denominator)
-        expected = pl.when(whole != 0).then(pl.col(numerator) / whole)
-        same = (pl.col(column.name) - expected).abs() <= 1e-12
-        both_null = pl.col(column.name).is_null() & expected.is_null()
-        return data.lazyframe.select((same.fill_null(value=False) | both_null).alias(column.name))
-
-    return pa.Check(holds, name=f"{column.name} = {numerator} ÷ {denominator}", ignore_na=False)
+    whole = pl.col(denominator)
+    expected = pl.when(whole != 0).then(pl.col(numerator) / whole)
+    same = (pl.col(column.name) - expected).abs() <= 1e-12
+    return same.fill_null(value=False) | (pl.col(column.name).is_null() & expected.is_null())
 
 
-def _sum_check(total: str, parts: tuple[str, ...]) -> pa.Check:
-    def holds(data: pa.PolarsData) -> pl.LazyFrame:
-        known = pl.all_horizontal(pl.col(name).is_not_null() for name in (total, *parts))
-        return data.lazyframe.select((pl.col(total) == pl.sum_horizontal(parts)).fill_null(value=False) | ~known)
-
-    return pa.Check(holds, name=f"{total} = {' + '.join(parts)}")
+def _sum_holds(total: str, parts: tuple[str, ...]) -> pl.Expr:
+    known = pl.all_horizontal(pl.col(name).is_not_null() for name in (total, *parts))
+    return (pl.col(total) == pl.sum_horizontal(parts)).fill_null(value=False) | ~known
 
 
-def _key_check(key: tuple[str, ...]) -> pa.Check:
-    def holds(data: pa.PolarsData) -> pl.LazyFrame:
-        return data.lazyframe.select(pl.struct(key).is_first_distinct())
+def _frame_checks(table: Table) -> dict[str, pl.Expr]:
+    """What holds of each row across columns, by what it says."""
+    ratios = [column for column in table.columns if column.ratio is not None]
+    return {
+        **{f"{one.name} = {' ÷ '.join(one.ratio or ())}": _ratio_holds(one) for one in ratios},
+        **{f"{total} = {' + '.join(parts)}": _sum_holds(total, parts) for total, parts in table.sums},
+        f"one row per {', '.join(table.key)}": pl.struct(table.key).is_first_distinct(),
+    }
 
-    return pa.Check(holds, name=f"one row per {', '.join(key)}", ignore_na=False)
+
+def _frame_check(name: str, holds: pl.Expr) -> pa.Check:
+    return pa.Check(lambda data: data.lazyframe.select(holds), name=name, ignore_na=False)
+
+
+def _may_be_null(column: Column, table: Table) -> bool:
+    return column.ratio is not None or column.name in table.nullable
 
 
 def table_schema(table: Table) -> pa.DataFrameSchema:
     """The pandera schema of a result table: exact columns, order, dtypes, ranges, ratios, sums and key."""
-    frame_checks = [_ratio_check(column) for column in table.columns if column.ratio is not None]
-    frame_checks += [_sum_check(total, parts) for total, parts in table.sums]
-    frame_checks.append(_key_check(table.key))
     columns = {
         column.name: pa.Column(
             column.dtype,
             _column_checks(column),
-            nullable=column.ratio is not None or column.name in table.nullable,
+            nullable=_may_be_null(column, table),
             description=column.description,
         )
         for column in table.columns
     }
-    return pa.DataFrameSchema(columns, checks=frame_checks, name=table.name, strict=True, ordered=True)
+    checks = [_frame_check(name, holds) for name, holds in _frame_checks(table).items()]
+    return pa.DataFrameSchema(columns, checks=checks, name=table.name, strict=True, ordered=True)
+
+
+@cache
+def _all_hold(table: Table) -> pl.Expr:
+    """One value: whether every check of `table_schema` on values holds in every row."""
+    held = list(_frame_checks(table).values())
+    for column in table.columns:
+        value = pl.col(column.name)
+        if not _may_be_null(column, table):
+            held.append(value.is_not_null())
+        if column.values is not None:
+            held.append(value.is_in(list(column.values)))
+        if column.minimum is not None:
+            held.append(value >= column.minimum)
+        if column.ratio is not None:
+            held.append(value >= 0 if column.may_exceed_one else value.is_between(0, 1))
+    # A check of a value that is missing says nothing.
+    return pl.all_horizontal(one.all(ignore_nulls=True) for one in held)
+
+
+def keeps_contract(frame: pl.DataFrame, table: Table) -> bool:
+    """Whether `frame` has the table's columns, order and dtypes and every check of `table_schema` holds.
+
+    One pass, some tenth of what pandera takes, which runs each check of each column by itself.
+    """
+    return frame.schema == table.polars_schema and bool(frame.select(_all_hold(table)).item())
 
 
 def validate_table(frame: pl.DataFrame, table: Table) -> pl.DataFrame:
-    """`frame`, if it keeps the contract of `table`.
+    """`frame`, if it keeps the contract of `table`; pandera names what does not hold.
 
     Raises:
         ContractViolation: it does not; all failures are collected, five are shown.
     """
+    if keeps_contract(frame, table):
+        return frame
     try:
         with config_context(validation_depth=ValidationDepth.SCHEMA_AND_DATA):
             return table_schema(table).validate(frame, lazy=True)

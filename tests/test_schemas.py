@@ -2,12 +2,14 @@
 
 import polars as pl
 import pytest
+from pandera.config import ValidationDepth, config_context
+from pandera.errors import SchemaErrors
 
 from schemas import validation
 from schemas.columns import COLUMNS
 from schemas.tables import FILE_TABLES, TABLES
 from schemas.trace import TraceMetadata, UserMetadata
-from schemas.validation import ContractViolation, validate_table
+from schemas.validation import ContractViolation, keeps_contract, validate_table
 from tests.table_rows import ROWS
 
 EVERY_TABLE = {**TABLES, **FILE_TABLES}
@@ -117,6 +119,32 @@ def test_every_check_of_a_column_can_fail(name, monkeypatch):
         of_columns = {column for column, _, _ in faults}
         of_ratios = {check.split(" = ")[0] for _, _, check in faults}
         assert set(values) <= (of_ratios if what == "wrong" else of_columns | of_ratios), what
+
+
+@pytest.mark.parametrize("name", EVERY_TABLE)
+def test_the_one_pass_that_stands_before_pandera_sees_each_fault_alone(name):
+    table = EVERY_TABLE[name]
+    good = table.frame([ROWS[name]])
+    assert keeps_contract(good, table)
+    for column in table.columns:
+        for what, value in _breaks(column, column.ratio is not None or column.name in table.nullable):
+            assert not keeps_contract(good.with_columns(value.alias(column.name)), table), (column.name, what)
+    for what, frame in _minimally_broken(name):
+        assert not keeps_contract(frame, table), what
+
+
+@pytest.mark.parametrize("name", EVERY_TABLE)
+def test_the_one_pass_and_pandera_agree_on_what_is_missing(name):
+    table = EVERY_TABLE[name]
+    maybe = [column for column in table.columns if column.ratio is not None or column.name in table.nullable]
+    missing = table.frame([ROWS[name]]).with_columns(pl.lit(None, one.dtype).alias(one.name) for one in maybe)
+    with config_context(validation_depth=ValidationDepth.SCHEMA_AND_DATA):
+        try:
+            validation.table_schema(table).validate(missing, lazy=True)
+            held = True
+        except SchemaErrors:
+            held = False
+    assert keeps_contract(missing, table) == held
 
 
 def test_metadata_with_unequal_lengths_are_refused():
