@@ -4,6 +4,7 @@ Routes are `[layer][token] -> ids` of one pass here; `-1` marks what the recorde
 """
 
 import base64
+import itertools
 import json
 import random
 import struct
@@ -142,6 +143,8 @@ def with_tensors(dump: dict, tensor) -> dict:  # type: ignore[no-untyped-def]
 
 # Responses of /generate
 
+_ids = itertools.count(1)
+
 
 def packed(routes: list[list[list[int]]]) -> str:
     """base64 of little-endian int32; routes are [token][layer] -> ids."""
@@ -164,7 +167,7 @@ def response(
         "text": "some text",
         "output_ids": list(range(completion)),
         "meta_info": {
-            "id": "a1",
+            "id": f"a{next(_ids):08d}",
             "finish_reason": {"type": "length", "length": completion},
             "prompt_tokens": prompt,
             "completion_tokens": completion,

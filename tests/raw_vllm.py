@@ -6,6 +6,7 @@ VLLM_LOG_MOE patches. Routes are `[token][layer] -> ids`; a token may be None.
 
 import base64
 import io
+import itertools
 import json
 import random
 import struct
@@ -77,6 +78,9 @@ def npy_base64(routes: Routes, dtype: str = "uint8") -> str:
     return base64.b64encode(npy_bytes(shape, CODES[dtype][1], payload)).decode()
 
 
+_ids = itertools.count(1)
+
+
 def response(
     choices: list[object],
     *,
@@ -88,7 +92,7 @@ def response(
 ) -> dict:
     """A completion response: `choices` holds routed_experts of each, `completions` the tokens of each."""
     record: dict = {
-        "id": "cmpl-1",
+        "id": f"cmpl-{next(_ids):08d}",
         "object": "text_completion",
         "model": "tiny/moe",
         "system_fingerprint": "vllm-0.21.0-tp1-0badcafe",

@@ -550,6 +550,43 @@ def test_shards_whose_mask_contradicts_the_lengths(tmp_path):
     assert "is not what sequence_lengths say" in refused(tmp_path, files)
 
 
+@pytest.mark.parametrize("value", [-1.0, 1.5, float("nan")])
+def test_a_shard_with_what_is_no_probability_is_located(tmp_path, value):
+    import hashlib
+
+    shape = (1, LAYERS, 4, TOP_K)
+    ids = [expert for _ in range(LAYERS * 4) for expert in (1, 2, 3)]
+    probabilities = [0.25] * len(ids)
+    probabilities[(1 * 4 + 2) * TOP_K] = value
+    shard = safetensors_bytes(
+        {
+            "topk_indices": ("I16", shape, ids),
+            "topk_probabilities": ("F16", shape, probabilities),
+            "sequence_lengths": ("I32", (1,), [4]),
+        }
+    )
+    files = shard_folder([SHARD_SEQUENCES[0]], experts=EXPERTS)
+    manifest = json.loads(files["manifest.json"])
+    manifest["shards"][0]["tensor_sha256"] = hashlib.sha256(shard).hexdigest()
+    files |= {"routes-00000.safetensors": shard, "manifest.json": json.dumps(manifest, indent=1).encode()}
+    assert f"sequence 0, token 2, layer 1: topk_probabilities holds {value:.4g}" in refused(tmp_path, files)
+
+
+def test_a_shard_under_two_names_is_refused(tmp_path):
+    files = shard_folder(SHARD_SEQUENCES[:2], experts=EXPERTS, shard_size=2)
+    manifest = json.loads(files["manifest.json"])
+    copy = manifest["shards"][0] | {"tensor_file": "routes-00001.safetensors"}
+    copy.pop("start_sample", None)
+    manifest["shards"].append(copy)
+    files |= {
+        "routes-00001.safetensors": files["routes-00000.safetensors"],
+        "manifest.json": json.dumps(manifest, indent=1).encode(),
+    }
+    assert "shard 1 ('routes-00001.safetensors') has the SHA-256 of routes-00000.safetensors" in refused(
+        tmp_path, files
+    )
+
+
 # Torch files per layer (FLAME-MoE) and per pass (MoE-CAP): the trees, and one of each as files
 
 

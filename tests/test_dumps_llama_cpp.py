@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 import struct
 
 import numpy as np
@@ -511,6 +512,52 @@ def claimed_or_refused(folder, content: bytes) -> list[str]:
         return claimed(folder, content)
     except RefusedDump:
         return []
+
+
+def joined_with_itself(name: str) -> bytes:
+    content = CONTENTS[name]
+    # What heads a file stands once where two are put together; a run that is appended writes its own.
+    header = {"moetrace": 36, "moepager_csv": content.find(b"\n") + 1}.get(name, 0)
+    return content + content[header:]
+
+
+NUMBERED = ("tesy_moe_topk", "moe_prefetch_route", "colibri_route_trace")
+"""Layouts that number their passes, so that a second copy goes back."""
+
+
+@pytest.mark.parametrize("name", [name for name in CONTENTS if name != "vference_route_trace"])
+def test_a_file_joined_with_itself_is_refused(tmp_path, name):
+    message = refusal(tmp_path, joined_with_itself(name), **({"hidden_layers": DRAFT} if name == "mtsp" else {}))
+    if name in NUMBERED:
+        assert "later one" in message or "does not go back" in message
+    else:
+        assert re.search(r"(\d+) steps, which are the first (\d+) of them 2 times over", message)
+        assert "leave the copies out" in message
+
+
+def test_records_joined_with_themselves_in_one_document_are_refused(tmp_path):
+    content = raw.vference_dump(PASSES * 2, prompt_tokens=5, output_tokens=26)
+    assert "16 steps, which are the first 8 of them 2 times over" in refusal(tmp_path, content)
+
+
+@pytest.mark.parametrize("weight", [-1.0, 1.5, float("nan"), float("inf")])
+def test_a_weight_that_is_no_probability_is_located(tmp_path, weight):
+    content = bytearray(CONTENTS["moetrace"])
+    # Header, chunk of 5 tokens, layer 0 without ids (u16 and f16 each, and two gates), ids of layer 1.
+    place = 36 + 8 + 4 * 5 + 5 * (4 * K + 2 * 2) + 5 * 2 * K + 2 * (2 * K + 1)
+    content[place : place + 2] = struct.pack("<e", weight)
+    message = refusal(tmp_path, bytes(content))
+    assert f"chunk 0, layer 1, row 2: weight {weight:.4g} of expert" in message
+    assert "wanted 0 to 1" in message
+
+
+def test_a_hexadecimal_id_is_located(tmp_path):
+    lines = CONTENTS["moepager_csv"].split(b"\n")
+    words = lines[5].split(b",")
+    lines[5] = b",".join([*words[:2], b"0x1f", *words[3:]])
+    message = refusal(tmp_path, b"\n".join(lines))
+    assert "line 6: layer" in message
+    assert "expert 0x1f" in message
 
 
 @pytest.mark.parametrize(

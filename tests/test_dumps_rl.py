@@ -67,6 +67,22 @@ def check(metadata: TraceMetadata, name: str) -> tuple[str, str]:
     return next((one.outcome, one.found) for one in metadata.checks if one.name == name)
 
 
+def test_a_rollout_and_its_copy_are_refused_in_one_folder():
+    own = [sample(ROUTES[:20], 8, 13, array), sample(ROUTES[20:45], 10, 16, array)]
+    other = [sample(ROUTES[40:60], 8, 13, array), sample(ROUTES[20:45], 10, 16, array)]
+    user = UserMetadata()
+    layout = next(layout for layout in rl_replay.TREE_LAYOUTS if layout.name == "rl_samples")
+    folder = type("Folder", (), {"path": Path("rollouts")})()
+
+    def parse(*trees: dict) -> object:
+        files = [Loaded(Path("rollouts") / f"{n}.pt", tree) for n, tree in enumerate(trees)]
+        return layout.parse_folder(files, folder, Asked(user, Path()))
+
+    parse(rollout(own, 1), rollout(other, 2))
+    with pytest.raises(MalformedDump, match=r"2\.pt: every sequence has the routes of 0\.pt"):
+        parse(rollout(own, 1), rollout(other, 2), rollout(own, 3))
+
+
 def truth(sequences: list[tuple[int, int, int | None]], *, first_layer: int = 0, start: int = 0) -> list[tuple]:
     """Rows of sequences that each run ROUTES[begin:end] and have so many prompt tokens (null: phase unknown)."""
     rows, step = [], 0

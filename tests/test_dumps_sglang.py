@@ -328,7 +328,49 @@ def test_replicas_with_other_routes_are_refused():
     for record in torn["records"]:
         record["rank"] = 1
     torn["records"][3]["topk_ids_of_layer"][2][1][:2] = torn["records"][3]["topk_ids_of_layer"][2][1][:2][::-1]
-    assert "same tokens with different routes in 1 passes, first in pass 10" in refused(engine.dump(), torn)
+    assert "same tokens with different routes in 1 of 18 passes, first in pass 10" in refused(engine.dump(), torn)
+
+
+def coinciding(engine: Engine, passes: int, *, routes: bool) -> dict:
+    """Another rank of the same passes with other tokens, but for so many, whose routes are the same too or not."""
+    other = copy.deepcopy(engine.dump())
+    generator = np.random.default_rng(0)
+    for place, record in enumerate(other["records"]):
+        record["rank"] = 1
+        if place >= passes:
+            record["input_ids"] = [number + 1000 for number in record["input_ids"]]
+        if place >= passes or not routes:
+            record["topk_ids_of_layer"] = [
+                layer if layer[0][0] < 0 else [[*generator.permutation(16)[:4].tolist(), -1, -1, -1, -1] for _ in layer]
+                for layer in record["topk_ids_of_layer"]
+            ]
+    return other
+
+
+@pytest.mark.parametrize("routes", [True, False])
+def test_a_lone_coincidence_of_shards_makes_them_no_replicas(routes):
+    engine = short_run()
+    _, metadata = read(engine.dump(), coinciding(engine, 1, routes=routes))
+    assert metadata.counts.steps == 36
+    outcome, found = check(metadata, "ranks agree")
+    assert outcome == "warn"
+    assert "ranks [0, 1] kept" in found
+    assert "1 passes with the tokens of another rank's by chance" in found
+
+
+@pytest.mark.parametrize("passes", [2, 9, 17])
+def test_ranks_that_coincide_more_often_than_by_chance_are_refused(passes):
+    engine = short_run()
+    message = refused(engine.dump(), coinciding(engine, passes, routes=True))
+    assert f"ranks 0 and 1 are equal in {passes} passes (first 7) of 18, wanted all of them (replicas)" in message
+
+
+def test_shards_without_tokens_are_told_by_their_routes():
+    engine = short_run()
+    one, other = engine.dump(), coinciding(engine, 0, routes=False)
+    for record in one["records"] + other["records"]:
+        record["input_ids"] = None
+    assert "ranks [0, 1] kept" in check(read(one, other)[1], "ranks agree")[1]
 
 
 def test_a_missing_rank_is_named():
@@ -685,6 +727,51 @@ def test_rows_that_nobody_wrote_are_refused(tmp_path):
     routes = ROUTES[:25] + [[[0, 0]] * 3 for _ in range(5)]
     message = refusal(tmp_path, lines([response(routes, 20, 11, layers_before=1)]), **SHAPE)
     assert "5 of 30 tokens, first token 25, hold 0 in every layer" in message
+
+
+def test_a_response_that_came_before_is_refused_by_both_places(tmp_path):
+    one, two = response(ROUTES[:30], 20, 11, layers_before=1), response(ROUTES[30:], 5, 26, layers_before=1)
+    name = one["meta_info"]["id"]
+    message = refusal(tmp_path, lines([one, two, one]), **SHAPE)
+    assert f", line 3: id '{name}' with the routes of the response, line 1; wanted each response once" in message
+    assert "line 3: id" in refusal(tmp_path, lines([one, two] * 2), **SHAPE)
+    # Pieces of a stream have one id, and each holds the routes of those before.
+    piece = response(ROUTES[:28], 20, 9, layers_before=1, id=name)
+    assert f"line 2: id '{name}' as the response, line 1 has, with other routes" in refusal(
+        tmp_path, lines([piece, one]), **SHAPE
+    )
+
+
+def test_equal_responses_are_two_requests_by_their_ids_and_a_copy_without(tmp_path):
+    one, two = (response(ROUTES[:30], 20, 11, layers_before=1) for _ in range(2))
+    assert ingested(tmp_path, lines([one, two]), **SHAPE)[1].counts.requests == 2
+    other = response(ROUTES[30:], 5, 26, layers_before=1)
+    for each in (one, other):
+        del each["meta_info"]["id"]
+    message = refusal(tmp_path, lines([one, other] * 3), **SHAPE)
+    assert "180 steps, which are the first 60 of them 3 times over" in message
+    assert ingested(tmp_path, lines([one, other]), **SHAPE)[1].counts.requests == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "said", "expected"),
+    [
+        ({"num_layers": 2, "top_k": 4, "moe_layer_ids": [1]}, {}, "2 and top_k 4, the model has 4 layers"),
+        ({"num_layers": 2, "top_k": 4, "moe_layer_ids": [1]}, {"top_k_model": 2}, "(the two are swapped)"),
+        ({"shape": [7, 2, 4]}, {}, "has shape [7, 2, 4], wanted [rows, 4, 2]"),
+    ],
+)
+def test_a_schema_with_other_axes_of_the_same_size_is_refused(tmp_path, changed, said, expected):
+    one = partitioned(ROUTES[:12], 5, 8, dense=1)
+    one["meta_info"]["expert_ids_schema"] |= changed
+    assert expected in refusal(tmp_path, lines([one]), hidden_layers=4, **said)
+
+
+def test_a_shape_beside_routed_experts_is_held_against_the_model(tmp_path):
+    one = response(ROUTES[:30], 20, 11, layers_before=1, routed_experts_shape=[30, 2, 4])
+    assert "routed_experts_shape is [30, 2, 4], wanted [30, 4, 2]" in refusal(tmp_path, lines([one]), **SHAPE)
+    one["meta_info"]["routed_experts_shape"] = [30, 4, 2]
+    assert ingested(tmp_path, lines([one]), **SHAPE)[1].counts.rows == 90
 
 
 def test_speculative_responses_are_marked(tmp_path):

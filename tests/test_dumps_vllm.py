@@ -1,5 +1,6 @@
 """vLLM: routes put into each synthetic layout come out, and what its dumps are known to lie about is refused."""
 
+import base64
 import gzip
 import json
 import struct
@@ -407,7 +408,7 @@ def test_more_rows_than_tokens_are_refused(tmp_path):
 
 
 def test_truncated_responses_name_the_line(tmp_path):
-    content = raw.lines(*[raw.response([ROUTES], prompt=20, completions=[21])] * 3)
+    content = raw.lines(*[raw.response([ROUTES], prompt=20, completions=[21]) for _ in range(3)])
     assert "line 3: no JSON" in refusal(tmp_path, content[:-100])
     assert "truncated" in refusal(
         tmp_path, json.dumps(raw.response([ROUTES], prompt=20, completions=[21])).encode()[:-9]
@@ -610,6 +611,92 @@ def test_a_folder_of_statistics_is_refused(tmp_path):
         (folder / f"expert-routing-rank-{rank}-iteration-0.jsonl").write_bytes(raw.statistics(3, 8))
     with pytest.raises(RefusedDump, match="counts per step, layer and expert"):
         ingest(folder, DataFolder(tmp_path / "data"), UserMetadata())
+
+
+# What stands twice, and shapes of the same size
+
+
+def bare(routed: object, prompt: int, completion: int, **more: object) -> dict:
+    return raw.response([routed], prompt=prompt, completions=[completion], **more)
+
+
+def test_a_response_that_came_before_is_refused_by_both_places(tmp_path):
+    one, two = bare(ROUTES, 25, 16), bare(ROUTES[:30], 20, 11)
+    message = refusal(tmp_path, raw.lines(one, two, one))
+    assert f", line 3: id '{one['id']}' with the routes" in message
+    assert "with the routes of the response, line 1" in message
+    piece = bare(ROUTES[:38], 25, 14, id=one["id"])
+    assert "as the response, line 1 has, with other routes" in refusal(tmp_path, raw.lines(piece, one))
+
+
+def test_choices_of_one_response_may_be_equal_and_numbers_may_start_again(tmp_path):
+    twins = raw.response([ROUTES, ROUTES], prompt=25, completions=[16, 16])
+    assert ingested(tmp_path, raw.lines(twins)).metadata.counts.requests == 2
+    offline = [{"request_id": str(n), "routed_experts": part} for n, part in ((0, ROUTES), (0, ROUTES[:30]))]
+    assert ingested(tmp_path, raw.lines(*offline)).metadata.counts.requests == 2
+    message = refusal(tmp_path / "again", raw.lines(*offline, offline[0]))
+    assert "with the routes of the response, line 1" in message
+
+
+def test_responses_without_ids_that_stand_twice_as_a_whole_are_refused(tmp_path):
+    nameless = [{"routed_experts": ROUTES}, {"routed_experts": ROUTES[:30][::-1]}]
+    assert ingested(tmp_path, raw.lines(*nameless)).metadata.counts.requests == 2
+    message = refusal(tmp_path / "again", raw.lines(*nameless, *nameless))
+    assert "140 steps, which are the first 70 of them 2 times over" in message
+
+
+def other_axes(**beside: object) -> dict:
+    """The bytes of 40 tokens of 3 layers of 4, declared as 40 of 4 layers of 3."""
+    _, dtype, payload = raw.array(ROUTES)
+    text = base64.b64encode(payload).decode()
+    return {"data": text, "shape": [40, 4, 3], "dtype": dtype, **beside}
+
+
+@pytest.mark.parametrize(
+    ("beside", "said", "expected"),
+    [
+        ({"num_layers": 3}, {}, "shaped [40, 4, 3], but num_layers is 3"),
+        ({"top_k": 4}, {}, "shaped [40, 4, 3], but top_k is 4"),
+        ({}, {"hidden_layers": 3}, "shaped [tokens, 4, 3], but the model has 3 layers"),
+        ({}, {"top_k_model": 4}, "shaped [tokens, 4, 3], but the model has 4 experts per token"),
+        ({}, {"hidden_layers": 5, "moe_layer_ids": [1, 2, 3]}, "5 layers, 3 MoE layers; wanted [tokens, layers, k]"),
+    ],
+)
+def test_a_declared_shape_of_the_same_size_is_refused(tmp_path, beside, said, expected):
+    assert expected in refusal(tmp_path, raw.lines(bare(other_axes(**beside), 25, 16)), **said)
+
+
+def test_a_shape_of_fewer_tokens_is_refused_where_nothing_was_cached(tmp_path):
+    _, dtype, payload = raw.array(ROUTES)
+    routed = {"data": base64.b64encode(payload).decode(), "shape": [20, 6, 4], "dtype": dtype}
+    usage = {"prompt_tokens": 25, "completion_tokens": 16, "prompt_tokens_details": {"cached_tokens": 0}}
+    message = refusal(tmp_path, raw.lines(bare(routed, 25, 16, usage=usage)))
+    assert "20 rows for 41 tokens, of which the usage says 0 were cached; wanted 40 rows" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda begin, end: (begin - 2, end - 2), "overlaps"),
+        (lambda begin, end: (begin + 2, end + 2), "leaves a gap behind"),
+    ],
+)
+def test_tensors_that_overlap_or_leave_gaps_are_refused(tmp_path, change, expected):
+    arrays = {"routed_experts": raw.array(ROUTES), "prompt_length": raw.numbers([25])}
+    content = raw.safetensors_of(arrays)
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    name = max((name for name in header if name in arrays), key=lambda name: header[name]["data_offsets"])
+    header[name]["data_offsets"] = change(*header[name]["data_offsets"])
+    text = json.dumps(header).encode()
+    message = refusal(tmp_path, len(text).to_bytes(8, "little") + text + content[8 + length :] + bytes(2))
+    assert f"tensor '{name}' begins at byte" in message
+    assert expected in message
+
+
+def test_bytes_behind_the_last_tensor_are_refused(tmp_path):
+    content = raw.safetensors_of({"routed_experts": raw.array(ROUTES)}) + bytes(16)
+    assert "bytes of data, but the header's tensors end at" in refusal(tmp_path, content)
 
 
 # Recognition and damage

@@ -138,15 +138,19 @@ def test_a_decode_step_that_stands_twice_is_refused(tmp_path):
     "change",
     [
         lambda lines: lines[:60] + lines[70:],
-        lambda lines: lines + lines,
+        lambda lines: lines + lines[:60],
         lambda lines: lines[::-1],
         lambda lines: [*lines[:10], lines[11], lines[10], *lines[12:]],
     ],
-    ids=["missing", "doubled", "reversed", "swapped"],
+    ids=["missing", "begun again", "reversed", "swapped"],
 )
 def test_gaps_and_restarts_of_positions_are_named(tmp_path, change):
     one = taken(tmp_path, b"".join(change(lines_of())))
     assert outcome(one, "positions continuous") == "warn"
+
+
+def test_a_file_that_was_joined_with_itself_is_refused(tmp_path):
+    assert "of them 2 times over" in refusal(tmp_path, b"".join(lines_of() * 2))
 
 
 def test_continuous_positions_of_several_requests_pass(tmp_path):

@@ -226,6 +226,25 @@ class Safetensors:
                 raise MalformedDump(
                     f"{dump.path}: tensor {name!r:.80} ends beyond the file: truncated; copy the dump again"
                 )
+        self._refuse_holes(size - self._data_offset)
+
+    def _refuse_holes(self, data_bytes: int) -> None:
+        """Tensors lie one after the other and fill the file, as the format has it; else one holds another's bytes."""
+        end, before = 0, "the header"
+        for name in sorted(self.headers, key=lambda name: (self._offsets[name], self.headers[name].size_bytes)):
+            begin = self._offsets[name]
+            if begin != end:
+                what = "overlaps" if begin < end else "leaves a gap behind"
+                raise MalformedDump(
+                    f"{self.path}: tensor {name!r:.80} begins at byte {begin} of the data and {what} {before!r:.80}, "
+                    f"which ends at {end}; wanted one after the other: the header is damaged, save again"
+                )
+            end, before = begin + self.headers[name].size_bytes, name
+        if end != data_bytes:
+            raise MalformedDump(
+                f"{self.path}: {data_bytes} bytes of data, but the header's tensors end at {end}; wanted no more: "
+                "is a tensor missing from the header? save again"
+            )
 
     @staticmethod
     def _header(field: dict[str, Any]) -> Header:

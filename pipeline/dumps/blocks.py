@@ -113,6 +113,8 @@ class ParsedDump:
     tell. `layer_expert_bytes` is one size of all experts, one a layer, or those of each layer's experts.
     `dropped_rows` counts, by reason, rows of the dump that are not in the trace; `missing_positions` token
     positions that the dump itself says were not captured. `checks` are the parser's own, of what only it can see.
+    `requests_named` means that `request` numbers what the dump names, so that equal routes of different requests are no
+    copies; `copies_ruled_out` that the layout or its parser leaves no room for what stands twice (see `repeats`).
     """
 
     format: str
@@ -130,6 +132,8 @@ class ParsedDump:
     layer_expert_bytes: int | dict[int, int] | dict[int, list[int]] | None = None
     pass_boundaries: str = "recorded"
     speculative: bool = False
+    requests_named: bool = False
+    copies_ruled_out: bool = False
     top_k_is_inferred: bool = False
     id_space: IdSpace | None = None
     weight_kind: WeightKind | None = None

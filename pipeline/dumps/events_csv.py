@@ -42,7 +42,7 @@ def parse(dump: DumpFile, asked: Asked) -> ParsedDump:
     if not line:
         raise MalformedDump(f"{dump.path}: a header and no event: truncated")
     top_k = len(_event(dump, header, line, number)[2])
-    parsed = ParsedDump(format="events_csv", blocks=iter(()), top_k=top_k, pass_boundaries="recorded")
+    parsed = ParsedDump(format="events_csv", blocks=iter(()), top_k=top_k, copies_ruled_out=True)
     parsed.blocks = _blocks(dump, header, parsed)
     return parsed
 

@@ -27,6 +27,7 @@ from pipeline.dumps.blocks import (
     Sample,
     is_integer,
 )
+from pipeline.dumps.hooks import PROBABILITY_TOLERANCE
 from pipeline.dumps.router_logits import array_names, header_names
 from pipeline.dumps.sequences import Sequences
 from pipeline.dumps.torch_file import Loaded, Tree, TreeLayout, describe, numbers
@@ -157,6 +158,12 @@ def _shards(folder: DumpFolder, manifest_path: Path, manifest: dict[str, Any]) -
             raise MalformedDump(
                 f"{folder.path}: {name[:120]!r} is missing, shard {place} of the manifest; copy it again"
             )
+        twin = next((file for file, known, held in shards if known == digest and held and count), None)
+        if twin is not None:
+            raise MalformedDump(
+                f"{manifest_path}: shard {place} ({name[:80]!r}) has the SHA-256 of {twin.name}; wanted each shard "
+                "once: a copy under another name? leave one out"
+            )
         shards.append((there[name], digest, count))
     listed = {file for file, _, _ in shards}
     for file in folder.files:
@@ -204,6 +211,14 @@ def _shard_blocks(
                 # Mapped anew for each sequence, so that pages looked at do not pile up.
                 ids = tensors.array("topk_indices")[row, :, :length].transpose(1, 0, 2).astype(np.int32)
                 weights = as_float32(tensors.array("topk_probabilities")[row, :, :length].transpose(1, 0, 2), is_bf16)
+                wrong = ~((weights >= 0) & (weights <= 1 + PROBABILITY_TOLERANCE))
+                if wrong.any():
+                    token, layer, rank = np.argwhere(wrong)[0].tolist()
+                    raise MalformedDump(
+                        f"{file}, sequence {row}, token {token}, layer {layer}: topk_probabilities holds "
+                        f"{weights[token, layer, rank]:.4g} ({int(wrong.sum())} such values of the sequence), wanted "
+                        "probabilities of 0 to 1; is sequence_lengths wrong? record again"
+                    )
                 for block in sequences.blocks(
                     ids,
                     request=request,

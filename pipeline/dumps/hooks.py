@@ -46,6 +46,8 @@ Columns = dict[str, npt.NDArray[Any]]
 BLOCK_BYTES = 4 * 1024 * 1024
 MAX_STEP_ROWS = 2**22
 """Most rows of one step, which stays whole in memory."""
+PROBABILITY_TOLERANCE = 0.01
+"""How far a probability may lie above 1: it may have been rounded to bfloat16."""
 MAX_REQUESTS = 2**20
 """Most different requests whose names are remembered."""
 MAX_SPOOLED_ROWS = 2**32 - 1
@@ -163,6 +165,20 @@ def _ids_fault(value: object, key: str, top_k: int) -> str | None:
     if len(value) != top_k:
         return f"{key} has {len(value)} ids, wanted {top_k}"
     return None
+
+
+def _are_probabilities(values: pa.Array) -> bool:
+    numbers = values.to_numpy(zero_copy_only=False)
+    # What is no number is unknown.
+    return not bool(((numbers < 0) | (numbers > 1 + PROBABILITY_TOLERANCE)).any())
+
+
+def _probabilities_fault(value: object, key: str, top_k: int) -> str | None:
+    fault = _weights_fault(value, key, top_k)
+    if fault is not None or not isinstance(value, list):
+        return fault
+    wrong = [number for number in value if number < 0 or number > 1 + PROBABILITY_TOLERANCE]
+    return f"{key} holds {wrong[0]!r:.40}, wanted probabilities of 0 to 1" if wrong else None
 
 
 def _weights_fault(value: object, key: str, top_k: int) -> str | None:
@@ -288,7 +304,7 @@ def _selection_blocks(dump: DumpFile, top_k: int) -> Iterator[RowBlock]:
         for key, limit in (("token_position", 2**32), ("layer", 2**16)):
             if not _whole(value.get(key), limit):
                 return f"{key} is {str(value.get(key))[:40]!r}, wanted a whole number below {limit}"
-        return _ids_fault(value.get("selected_experts"), "selected_experts", top_k) or _weights_fault(
+        return _ids_fault(value.get("selected_experts"), "selected_experts", top_k) or _probabilities_fault(
             value.get("selected_probabilities"), "selected_probabilities", top_k
         )
 
@@ -304,7 +320,7 @@ def _selection_blocks(dump: DumpFile, top_k: int) -> Iterator[RowBlock]:
                 phases = np.full(batch.num_rows, -1, dtype=np.int8)
                 for name, code in _PHASES.items():
                     phases[pc.equal(batch.column("phase"), name).to_numpy(zero_copy_only=False)] = code
-                sound = bool(
+                sound = _are_probabilities(batch.column("selected_probabilities").flatten()) and bool(
                     pc.all(pc.equal(batch.column("record_type"), "routing_selection")).as_py() is not False
                     and (phases >= 0).all()
                     and (layer >= 0).all()
@@ -374,7 +390,7 @@ def parse_strict(dump: DumpFile, asked: Asked) -> ParsedDump:
             'known: "1.0.0"'
         )
     top_k = _width(dump.path, first.get("selected_expert_ids"), "selected_expert_ids", 1)
-    parsed = ParsedDump(format="strict_route_jsonl", blocks=iter(()), top_k=top_k)
+    parsed = ParsedDump(format="strict_route_jsonl", blocks=iter(()), top_k=top_k, requests_named=True)
     parsed.blocks = _strict_blocks(dump, top_k)
     parsed.checks.append(
         CheckRecord(
@@ -590,6 +606,7 @@ def _is_exp_ids(sample: Sample) -> bool:
 # CSV of moe-beyond
 
 _BEYOND = ("Layer ID", "Batch Number", "Token", "Activated Expert IDs")
+_BEYOND_READ = ("Layer ID", "Batch Number", "Activated Expert IDs")
 _LIST = r"^\s*\[\s*[0-9]{1,9}(\s*,\s*[0-9]{1,9})*\s*\]\s*$"
 
 
@@ -623,8 +640,9 @@ def _beyond_batches(dump: DumpFile, top_k: int | None) -> Iterator[Columns]:
             read_options=pacsv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False),
             parse_options=pacsv.ParseOptions(newlines_in_values=True),
             convert_options=pacsv.ConvertOptions(
-                column_types={"Layer ID": pa.int64(), "Batch Number": pa.int64(), "Activated Expert IDs": pa.string()},
-                include_columns=["Layer ID", "Batch Number", "Activated Expert IDs"],
+                # Numbers as texts: Arrow reads 0x1f as 31.
+                column_types=dict.fromkeys(_BEYOND_READ, pa.string()),
+                include_columns=list(_BEYOND_READ),
                 null_values=[],
             ),
         )
@@ -638,7 +656,10 @@ def _beyond_batches(dump: DumpFile, top_k: int | None) -> Iterator[Columns]:
                 lengths = parts.value_lengths().to_numpy()
                 top_k = top_k or int(lengths[0])
                 sound = bool((lengths == top_k).all()) and top_k <= MAX_TOP_K
-            layer, number = batch.column("Layer ID").to_numpy(), batch.column("Batch Number").to_numpy()
+            numbers = [pc.utf8_trim_whitespace(batch.column(name)) for name in _BEYOND_READ[:2]]
+            if not all(pc.all(pc.match_substring_regex(one, r"^-?[0-9]{1,9}$")).as_py() for one in numbers):
+                raise _bad_record(dump, top_k)
+            layer, number = (pc.cast(one, pa.int64()).to_numpy() for one in numbers)
             sound = sound and bool(((layer >= 0) & (layer < 2**16)).all() and (np.abs(number) < 2**31).all())
             if not sound or top_k is None:
                 raise _bad_record(dump, top_k)
@@ -778,6 +799,8 @@ def parse_parquet(dump: DumpFile, asked: Asked) -> ParsedDump:
         blocks=iter(()),
         top_k=top_k,
         pass_boundaries="recorded" if layers > 1 else "assumed_per_token",
+        # Where positions say nothing, a context that stands again is not seen by them.
+        requests_named=not restarts,
     )
     if restarts:
         parsed.checks.append(

@@ -21,6 +21,7 @@ from pipeline.dumps.blocks import (
     Layout,
     MalformedDump,
     ParsedDump,
+    RefusedDump,
     RowBlock,
     Sample,
     first_bad_line,
@@ -28,6 +29,7 @@ from pipeline.dumps.blocks import (
     json_fault,
     read_line,
 )
+from pipeline.dumps.repeats import TELLING_SELECTIONS
 from schemas.trace import PHASE_CODES
 
 LAYER_KEYS = ("layer", "layer_id")
@@ -38,6 +40,9 @@ _OF_OTHERS = {"request_id", "req_id", "request", "rank", "phase", "num_experts",
 """Fields that say what this layout cannot hold: records of several requests or ranks are no passes of one stream."""
 
 BLOCK_BYTES = 4 * 1024 * 1024
+_TELLING_COPIES = 4
+"""Ids of a pass from which on its repetition in the same iteration is a copy: 4 ids of 16 experts agree by chance once
+in 43,680."""
 ITERATION_KEYS = ("iteration", "iter", "step")
 
 
@@ -113,7 +118,8 @@ def parse_passes(dump: DumpFile, asked: Asked) -> ParsedDump:
     k is `top_k_model` where the user gives it, else the narrowest record of the first 8 MiB.
 
     Raises:
-        MalformedDump: a line that is no such object, or a width other than k and 2k.
+        MalformedDump: a line that is no such object, a width other than k and 2k, or a record that stands twice.
+        RefusedDump: lists that never change, or of one iteration alone: they may be of the most used experts.
     """
     first = _first_object(dump)
     layer_key, expert_key = _key(first, LAYER_KEYS), _key(first, EXPERT_KEYS)
@@ -201,7 +207,7 @@ def _pass_blocks(dump: DumpFile, layer_key: str, expert_key: str, iteration_key:
         return None
 
     held: list[pa.RecordBatch] = []
-    state = _Iterations(dump)
+    state = _Iterations(dump, (iteration_key, layer_key, expert_key))
     for batch in batches(dump, schema, fault):
         widths = batch.column(expert_key).value_lengths().to_numpy(zero_copy_only=False)
         sound = (
@@ -228,15 +234,100 @@ def _pass_blocks(dump: DumpFile, layer_key: str, expert_key: str, iteration_key:
     if held and sum(part.num_rows for part in held):
         table = pa.Table.from_batches(held).combine_chunks().to_batches()[0]
         yield state.block(table, layer_key, expert_key, iteration_key, top_k)
+    state.refuse_hot_lists()
 
 
 class _Iterations:
-    """Numbers iterations densely and finds the passes inside each."""
+    """Numbers iterations densely, finds the passes inside each, and refuses records that stand twice.
 
-    def __init__(self, dump: DumpFile) -> None:
-        self.dump = dump
+    keys: how the dump calls the iteration, the layer and the experts.
+    """
+
+    def __init__(self, dump: DumpFile, keys: tuple[str, str, str]) -> None:
+        self.dump, self.keys = dump, keys
         self.previous: int | None = None
-        self.steps = 0
+        self.steps = self.selections = 0
+        self._layers: set[int] = set()
+        self._first: dict[int, bytes] = {}
+        """Layer → the ids of its first row, as long as every row of the dump is its layer's first."""
+        self._is_static = True
+
+    def refuse_hot_lists(self) -> None:
+        """Refuses a dump of one iteration, and one whose every row is the first one of its layer.
+
+        A router's choice changes from token to token. A list of a layer's most used experts does not, and with an
+        iteration written beside it nothing else tells it from a route.
+
+        Raises:
+            RefusedDump: as said.
+        """
+        iteration_key, _, expert_key = self.keys
+        if self.steps == 1 and len(self._layers) > 1:
+            raise RefusedDump(
+                f"{self.dump.path}: one {iteration_key} alone, a list of {expert_key} for each of {len(self._layers)} "
+                "layers; a list of the most used experts looks like that too, so wanted two iterations or more: record "
+                "the passes of a whole generation"
+            )
+        if self._is_static and self.selections >= TELLING_SELECTIONS:
+            raise RefusedDump(
+                f"{self.dump.path}: each layer has the same {expert_key} in every record of {self.steps} iterations: a "
+                "list of the most used experts, or a buffer written once, not routes, which change from token to "
+                "token; record what each pass chose"
+            )
+
+    def _look_for_hot_lists(self, layer: npt.NDArray[np.int32], ids: npt.NDArray[np.int32]) -> None:
+        """`layer` (R,), `ids` (R, K), rows in recorded order."""
+        self.selections += ids.size
+        self._layers.update(np.unique(layer).tolist())
+        if not self._is_static:
+            return
+        for number in np.unique(layer).tolist():
+            of_layer = ids[layer == number]
+            first = self._first.setdefault(number, of_layer[0].tobytes())
+            self._is_static &= bool((of_layer == np.frombuffer(first, dtype=of_layer.dtype)).all())
+
+    def _refuse_copies(
+        self,
+        iteration: npt.NDArray[np.int64],
+        layer: npt.NDArray[np.int32],
+        passes: npt.NDArray[np.int32],
+        rows: npt.NDArray[np.int64],
+        ids: npt.NDArray[np.int32],
+    ) -> None:
+        """Refuses a second pass that is the first one again, in every layer that it has; a fallback runs anew.
+
+        Raises:
+            MalformedDump: there is one.
+        """
+        if not passes.any():
+            return
+        begin = np.cumsum(rows) - rows
+        # What runs more than twice fits no rule of speculation, and is refused as that.
+        two = ~np.isin(iteration, iteration[passes > 1])
+        order = np.flatnonzero(two)[np.lexsort((passes[two], layer[two], iteration[two]))]
+        first, second = order[:-1], order[1:]
+        paired = (iteration[first] == iteration[second]) & (layer[first] == layer[second]) & (rows[second] == 1)
+        first, second = first[paired], second[paired]
+        equal = (rows[first] == 1) & (ids[begin[first]] == ids[begin[second]]).all(axis=1)
+        starts = np.flatnonzero(np.diff(iteration[second], prepend=-1))
+        if not len(starts):
+            return
+        lengths = np.diff(np.append(starts, len(second)))
+        copies = np.add.reduceat(equal, starts) == lengths
+        for at in np.flatnonzero(copies).tolist():
+            number, records = int(iteration[second[starts[at]]]), int(lengths[at])
+            layers = len(np.unique(layer[iteration == number]))
+            # Two sweeps of few ids may agree by chance; a lone record of a sweep is no fallback.
+            if records * ids.shape[1] < _TELLING_COPIES and records * 2 > layers:
+                continue
+            iteration_key, layer_key, _ = self.keys
+            place = int(layer[second[starts[at]]])
+            raise MalformedDump(
+                f"{self.dump.path}, {iteration_key} {number}, {layer_key} {place}: the record stands twice with the "
+                f"same ids ({records} such records in this {iteration_key}); wanted each pass once: recorded by "
+                "several ranks and joined, or written again? A fallback would be taken for it: leave the copies out",
+                check="no pass twice",
+            )
 
     def block(
         self, records: pa.RecordBatch, layer_key: str, expert_key: str, iteration_key: str, top_k: int
@@ -253,6 +344,8 @@ class _Iterations:
         rows_of_record = lists.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64) // top_k
         passes = _passes(layer, starts)
         ids = lists.flatten().to_numpy().reshape(-1, top_k)
+        self._refuse_copies(iteration, layer, passes, rows_of_record, ids)
+        self._look_for_hot_lists(np.repeat(layer, rows_of_record), ids)
         return RowBlock(
             step=np.repeat(step_of_record, rows_of_record),
             pass_in_step=np.repeat(passes, rows_of_record),

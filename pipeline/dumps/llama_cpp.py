@@ -385,6 +385,7 @@ class _Text:
 
     def __init__(self, dump: DumpFile, fault_of: Callable[[bytes], str | None]) -> None:
         self.dump, self.fault_of = dump, fault_of
+        self._may_be_hexadecimal = False
 
     def chunks(self) -> Iterator[list[str]]:
         """Lines that are not blank, without their ends."""
@@ -406,8 +407,9 @@ class _Text:
                 "truncated, copy or record it again, or end the line if it is whole"
             )
 
-    @staticmethod
-    def _split(chunk: bytes) -> list[str]:
+    def _split(self, chunk: bytes) -> list[str]:
+        # Arrow reads 0x1f as 31, and 10 in the same column may then be 16.
+        self._may_be_hexadecimal = b"0x" in chunk or b"0X" in chunk
         lines = chunk.decode("utf-8", errors="replace").replace("\r\n", "\n").split("\n")
         return [line for line in lines if line and not line.isspace()]
 
@@ -419,6 +421,8 @@ class _Text:
         return lists.flatten()
 
     def integers(self, words: pa.Array) -> Ints:
+        if self._may_be_hexadecimal and pc.any(pc.match_substring_regex(words, "0[xX]")).as_py():
+            raise self.fault()
         try:
             values: Ints = pc.cast(words, pa.int64()).to_numpy(zero_copy_only=False)
         except pa.ArrowInvalid:

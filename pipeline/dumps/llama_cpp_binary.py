@@ -248,6 +248,8 @@ def _is_llama_moe_trace(sample: Sample) -> bool:
 _MOETRACE_HEADER = struct.Struct("<8s7I")
 _MOETRACE_CHUNK = 0xC0A1E5CE
 _NO_ID = 0xFFFF
+_WEIGHT_TOLERANCE = 0.01
+"""How far a normalised weight may lie above 1: it is stored as float16."""
 _MAX_CHUNK_BYTES = 256 * 1024 * 1024
 
 
@@ -369,13 +371,15 @@ def _moetrace_block(
     stored = per_layer[:, : picks * id_bytes].copy().view(f"<u{id_bytes}").reshape(layers, tokens, top_k)
     weights = per_layer[:, picks * id_bytes : picks * (id_bytes + 2)].copy().view("<f2").astype(np.float32)
     weights = weights.reshape(layers, tokens, top_k)
+    no_probability = ~((weights >= 0) & (weights <= 1 + _WEIGHT_TOLERANCE))
     # Where the tool saw no weights it writes zeros: a router gives no token nothing.
-    weights[~weights.any(axis=2)] = np.nan
+    weights[(weights == 0).all(axis=2)] = np.nan
     layer = np.arange(layers)
     if chosen is not None:
         left_out = np.setdiff1d(layer, chosen)
         _count(parsed, "a layer that you do not list in moe_layer_ids", len(left_out) * tokens)
         stored, weights, layer = stored[chosen], weights[chosen], chosen
+        no_probability = no_probability[chosen]
     no_id = (stored == _NO_ID) if id_bytes == 2 else np.zeros(stored.shape, dtype=bool)
     captured = ~no_id.all(axis=2)
     torn = no_id.any(axis=2) & captured
@@ -384,6 +388,14 @@ def _moetrace_block(
         raise MalformedDump(
             f"{dump.path}, chunk {step}, layer {int(layer[at])}, row {token}: {stored[at, token].tolist()}, where "
             "65535 is no id: a token with fewer experts cannot be read; record again"
+        )
+    wrong = no_probability & np.expand_dims(captured, 2)
+    if wrong.any():
+        at, token, rank = np.argwhere(wrong)[0].tolist()
+        raise MalformedDump(
+            f"{dump.path}, chunk {step}, layer {int(layer[at])}, row {token}: weight {weights[at, token, rank]:.4g} of "
+            f"expert {int(stored[at, token, rank])} ({int(wrong.sum())} such weights in the chunk), wanted 0 to 1, "
+            "normalised: are sizes of the header wrong, or the file damaged? record again"
         )
     _count(parsed, "no id (0xFFFF): dense, or the last layer but for its output tokens", int((~captured).sum()))
     if not captured.any():

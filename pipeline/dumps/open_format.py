@@ -196,6 +196,8 @@ def _parsed(layout: str, path: Path, header: Header, asked: Asked) -> ParsedDump
         weight_kind=header.weight_kind,
         rank_known=header.rank_known,
         dropped_rows=dict(header.dropped_rows or {}),
+        # Its steps never go back, and their numbers are the writer's word that none is a copy.
+        copies_ruled_out=True,
     )
 
 

@@ -18,6 +18,7 @@ the file is refused. A row of −1 (NeMo-RL, miles) is a token without a route; 
 Letters: B sequences, T tokens of one, L layers, K experts per token.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.dumps.blocks import Asked, DumpFolder, MalformedDump, ParsedDump, RefusedDump, RowBlock, is_integer
+from pipeline.dumps.repeats import TELLING_SELECTIONS, digest_of
 from pipeline.dumps.sequences import Sequences
 from pipeline.dumps.sglang_responses import count, moe_planes
 from pipeline.dumps.torch_file import Loaded, Tree, TreeLayout, describe, numbers
@@ -88,6 +90,7 @@ def _parsed(name: str, path: Path, files: Sequence[Loaded], sequences_of: Any, a
     sequences: list[_Sequence] = []
     for one in files:
         sequences += sequences_of(one, dropped, missing)
+    _refuse_copies(sequences)
     if not sequences:
         raise RefusedDump(f"{path}: no sequence has routes; record the rollout with its routed experts")
     first = sequences[0]
@@ -126,6 +129,34 @@ def _parsed(name: str, path: Path, files: Sequence[Loaded], sequences_of: Any, a
     )
     parsed.blocks = _blocks(sequences, chosen, numbered, parsed)
     return parsed
+
+
+def _refuse_copies(sequences: Sequence[_Sequence]) -> None:
+    """Refuses a file whose sequences are all another file's; only files of equal shapes are read for it.
+
+    Raises:
+        MalformedDump: there is one.
+    """
+    of_file: dict[Path, list[_Sequence]] = {}
+    for each in sequences:
+        of_file.setdefault(each.loaded.path, []).append(each)
+    alike: dict[tuple[tuple[int, ...], ...], list[Path]] = {}
+    for file, its in of_file.items():
+        alike.setdefault(tuple(each.ids.shape for each in its), []).append(file)
+    for files in alike.values():
+        seen: dict[bytes, Path] = {}
+        for file in files if len(files) > 1 else ():
+            digest = hashlib.blake2b(digest_size=16)
+            for each in of_file[file]:
+                digest.update(digest_of([each.ids]))
+                each.loaded.let_go()
+            other = seen.setdefault(digest.digest(), file)
+            if other != file and sum(each.ids.size for each in of_file[file]) >= TELLING_SELECTIONS:
+                raise MalformedDump(
+                    f"{file}: every sequence has the routes of {other.name}; wanted each rollout once: a copy beside "
+                    "the file itself? leave one out",
+                    check="no pass twice",
+                )
 
 
 def _layers(path: Path, planes: int, said: list[int] | None) -> tuple[list[int] | None, list[int] | None]:

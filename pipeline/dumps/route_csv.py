@@ -4,9 +4,10 @@ Phase 0 is prefill, 1 decode. In prefill `step` is the token position and rows s
 layer number drops. In decode every `step` is a pass. The engine's own residency column is kept beside, never mixed in.
 """
 
+import io
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,9 @@ _MAX_PREAMBLE_LINES = 70_000
 _MAX_PREAMBLE_LINE_BYTES = 64 * 1024
 _MAX_FACTS = 1000
 _WHOLE = re.compile(rb"\s*-?[0-9]{1,18}\s*", re.ASCII)
+_HEXADECIMAL = re.compile(rb"(?:^|,)\s*-?0[xX]")
+_RESIDENCY = (-1, 0, 1, 2)
+"""Unknown, miss, hit, prefetch hit; the published files use no other value."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ def parse(dump: DumpFile, asked: Asked) -> ParsedDump:
         hidden_layers=_fact(dump, preamble, "n_layer"),
         num_experts=_fact(dump, preamble, "n_expert"),
         layer_expert_bytes=preamble.expert_bytes or None,
+        requests_named=True,
     )
     parsed.blocks = _blocks(dump, preamble, parsed)
     return parsed
@@ -158,18 +163,23 @@ def _first_group(dump: DumpFile, preamble: _Preamble) -> int:
 
 
 def _blocks(dump: DumpFile, preamble: _Preamble, parsed: ParsedDump) -> Iterator[RowBlock]:
+    wanted = [name for name in _TYPES if name in preamble.columns]
+    # Arrow reads 0x1f as 31; of the known columns none has an x, another one may.
+    others = set(preamble.columns) - set(_TYPES) - {"expert_bytes"}
+    if others:
+        _refuse_hexadecimal(dump, preamble, wanted)
     stream = dump.stream()
     for number in range(1, preamble.lines + 1):
         read_line(stream, dump.path, number)
     if not stream.peek(1):
         return
-    wanted = [name for name in _TYPES if name in preamble.columns]
     residency_hits, residency_rows = 0, 0
     rows = _Rows(dump, parsed.top_k)
     lines_before = preamble.lines
+    source = _Watched(stream)
     try:
         reader = pacsv.open_csv(
-            pa.PythonFile(stream, mode="r"),
+            pa.PythonFile(io.BufferedReader(source, _BLOCK_BYTES), mode="r"),
             read_options=pacsv.ReadOptions(column_names=preamble.columns, block_size=_BLOCK_BYTES),
             parse_options=pacsv.ParseOptions(quote_char=False, ignore_empty_lines=True),
             convert_options=pacsv.ConvertOptions(
@@ -177,8 +187,14 @@ def _blocks(dump: DumpFile, preamble: _Preamble, parsed: ParsedDump) -> Iterator
             ),
         )
         for batch in reader:
+            if source.has_x and not others:
+                raise _bad_line(dump, preamble, wanted)
             columns = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in wanted}
+            if "weight" in columns and (columns["weight"] < 0).any():
+                raise _bad_line(dump, preamble, wanted)
             if "residency" in columns:
+                if not np.isin(columns["residency"], _RESIDENCY).all():
+                    raise _bad_line(dump, preamble, wanted)
                 residency_rows += int((columns["residency"] >= 0).sum())
                 residency_hits += int((columns["residency"] >= 1).sum())
             yield from rows.take(columns, lines_before, parsed.dropped_rows)
@@ -197,7 +213,37 @@ def _blocks(dump: DumpFile, preamble: _Preamble, parsed: ParsedDump) -> Iterator
         )
 
 
+class _Watched(io.RawIOBase):
+    """A stream that remembers whether an x was in it."""
+
+    def __init__(self, inner: io.BufferedReader) -> None:
+        self._inner, self.has_x = inner, False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "memoryview") -> int:  # type: ignore[override]
+        count = self._inner.readinto(buffer)
+        part = bytes(buffer[:count])
+        self.has_x |= b"x" in part or b"X" in part
+        return count
+
+
+def _refuse_hexadecimal(dump: DumpFile, preamble: _Preamble, wanted: list[str]) -> None:
+    """Raises MalformedDump if a column of numbers has one that is hexadecimal; a walk of its own over the file."""
+    fault_of = _fault_of(preamble, wanted)
+    stream, number = dump.stream(), 0
+    while line := read_line(stream, dump.path, number + 1):
+        number += 1
+        if number > preamble.lines and _HEXADECIMAL.search(line) and fault_of(line) is not None:
+            raise _bad_line(dump, preamble, wanted)
+
+
 def _bad_line(dump: DumpFile, preamble: _Preamble, wanted: list[str]) -> MalformedDump:
+    return first_bad_line(dump, _fault_of(preamble, wanted), skip_lines=preamble.lines)
+
+
+def _fault_of(preamble: _Preamble, wanted: list[str]) -> Callable[[bytes], str | None]:
     places = {name: preamble.columns.index(name) for name in wanted}
     width = len(preamble.columns)
 
@@ -210,9 +256,16 @@ def _bad_line(dump: DumpFile, preamble: _Preamble, wanted: list[str]) -> Malform
             if not (_is_weight(field) if name == "weight" else _WHOLE.fullmatch(field)):
                 kind = "a number" if name == "weight" else "a whole number"
                 return f"{name} is {field[:40].decode('utf-8', 'replace')!r}, wanted {kind}"
+            if name == "residency" and int(field) not in _RESIDENCY:
+                return (
+                    f"residency is {int(field)}, wanted 0 (miss), 1 (hit), 2 (prefetch hit) or -1 (unknown); is "
+                    "another column meant?"
+                )
+            if name == "weight" and float(field) < 0:
+                return f"weight is {float(field):.4g}, wanted 0 or more, or nan where it is unknown"
         return None
 
-    return first_bad_line(dump, fault, skip_lines=preamble.lines)
+    return fault
 
 
 def _is_weight(field: bytes) -> bool:

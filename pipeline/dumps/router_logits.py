@@ -47,6 +47,11 @@ MAX_STEP_SELECTIONS = 2**25
 SUM_TOLERANCE = 0.01
 """How far a row of probabilities may sum from 1: they may be stored as bfloat16."""
 
+TIED_SHARE = 0.05
+"""Largest share of selections that ties may leave undetermined. Logits stored as bfloat16 tie honestly: of 256 normal
+ones with k = 8 one row in thirteen, 1 % of the selections; the model's own choice among equals is not in the dump.
+More ties are of logits that were rounded, and the ids would be made up."""
+
 _TOP_K_KEYS = ("top_k", "num_experts_per_tok", "k")
 _NAMES = (
     re.compile(r"router_logits"),
@@ -473,6 +478,9 @@ def _check_decode(arrays: Arrays, passes: Sequence[_Pass], size: int) -> None:
 class _Findings:
     rows: int = 0
     tied: int = 0
+    undetermined: int = 0
+    """Selections among logits equal to the k-th largest, where more are equal than there are places."""
+    first_tied: str | None = None
     are_probabilities: bool | None = None
     reasons: dict[str, int] = field(default_factory=dict)
 
@@ -511,6 +519,14 @@ def _blocks(arrays: Arrays, passes: Sequence[_Pass], batch: _Batch, parsed: Pars
             weights=weights.reshape(-1, parsed.top_k),
         )
         steps += 1
+    selections = findings.rows * parsed.top_k
+    if findings.undetermined > TIED_SHARE * selections:
+        raise RefusedDump(
+            f"{findings.first_tied}: equal logits at the place of the {parsed.top_k}-th expert, the first of "
+            f"{findings.tied} such rows of {findings.rows}; {findings.undetermined} of {selections} selections could "
+            f"be other experts, wanted at most {TIED_SHARE:.0%}: were the logits rounded? save the ids that the router "
+            "chose (`experts` [layers, tokens, k]), or unrounded logits"
+        )
     parsed.checks += _checks(findings, parsed, batch)
 
 
@@ -548,8 +564,11 @@ def _select(
                 raise MalformedDump(f"{where}, row {row}: {what} ({int(wrong.sum())} such rows): {hint}; record again")
         _find_probabilities(logits, findings, where)
         part = slice(done, done + rows)
-        ids[part], tied = top_k_of(logits, ids.shape[1])
-        findings.tied += tied
+        ids[part], tied, undetermined = top_k_of(logits, ids.shape[1])
+        findings.tied += len(tied)
+        findings.undetermined += undetermined
+        if len(tied) and findings.first_tied is None:
+            findings.first_tied = f"{where}, row {begin + int(np.flatnonzero(chosen)[tied[0]])}"
         findings.rows += rows
         values = np.take_along_axis(logits, ids[part].astype(np.int64), axis=1)
         if findings.are_probabilities:
@@ -576,22 +595,25 @@ def _find_probabilities(logits: npt.NDArray[np.float32], findings: _Findings, wh
         )
 
 
-def top_k_of(logits: npt.NDArray[np.float32], top_k: int) -> tuple[npt.NDArray[np.int32], int]:
-    """The k largest of each row, largest first and lower ids first among equals; and how many rows tie at the k-th.
+def top_k_of(logits: npt.NDArray[np.float32], top_k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], int]:
+    """(the k largest of each row, largest first and lower ids first among equals; the rows that tie at the k-th; how
+    many selections of theirs could be others).
 
     `logits`: (R, E), finite.
     """
+    undetermined = 0
     if top_k < logits.shape[1]:
         ids = np.argpartition(-logits, top_k - 1, axis=1)[:, :top_k]
         least = np.take_along_axis(logits, ids, axis=1).min(axis=1, keepdims=True)
         tied = np.flatnonzero((logits >= least).sum(axis=1) > top_k)
         if len(tied):
+            undetermined = int((np.take_along_axis(logits[tied], ids[tied], axis=1) == least[tied]).sum())
             ids[tied] = np.argsort(-logits[tied], axis=1, kind="stable")[:, :top_k]
     else:
         ids, tied = np.tile(np.arange(top_k), (len(logits), 1)), np.zeros(0, dtype=np.int64)
     ids.sort(axis=1)
     order = np.argsort(-np.take_along_axis(logits, ids, axis=1), axis=1, kind="stable")
-    return np.take_along_axis(ids, order, axis=1).astype(np.int32), len(tied)
+    return np.take_along_axis(ids, order, axis=1).astype(np.int32), tied, undetermined
 
 
 def _checks(findings: _Findings, parsed: ParsedDump, batch: _Batch) -> list[CheckRecord]:
@@ -600,8 +622,8 @@ def _checks(findings: _Findings, parsed: ParsedDump, batch: _Batch) -> list[Chec
             name="top k is unique",
             outcome="warn" if findings.tied else "ok",
             wanted=f"no two equal logits at the place of the {parsed.top_k}-th expert",
-            found=f"{findings.tied} of {findings.rows} rows tie there; the lower id is taken, the model may have taken "
-            "the other"
+            found=f"{findings.tied} of {findings.rows} rows tie there, which leaves {findings.undetermined} of "
+            f"{findings.rows * parsed.top_k} selections open; the lower id is taken, the model may have taken the other"
             if findings.tied
             else f"{findings.rows} rows looked at",
         ),

@@ -31,6 +31,7 @@ from pipeline.dumps.blocks import (
     Sample,
     is_integer,
 )
+from pipeline.dumps.repeats import Responses, digest_of
 from pipeline.dumps.sequences import Sequences
 from pipeline.dumps.torch_file import describe
 from schemas.trace import CheckRecord
@@ -102,6 +103,7 @@ class _Response:
     layers: list[int] | None
     id_space: str | None
     cached: int
+    name: object = None
 
 
 @dataclass
@@ -120,7 +122,7 @@ def parse_responses(dump: DumpFile, asked: Asked) -> ParsedDump:
     Read of each: meta_info.{prompt_tokens, completion_tokens, cached_tokens, spec_verify_ct, routed_experts,
     routed_experts_start_len, input_expert_ids, output_expert_ids, expert_ids_schema, expert_logits}. A response without
     routes (null, not asked for) is left out and counted; an empty text is a route of no rows. Positions of a cached
-    prefix were not run in that request, and are left out and counted.
+    prefix were not run in that request, and are left out and counted. meta_info.id names a response: it stands once.
 
     Raises:
         RefusedDump: no routes, or zeros alone. MalformedDump: sizes that contradict each other, undeclared layers.
@@ -160,6 +162,7 @@ def _response_blocks(
     sequences = Sequences(layers)
     shape = first.ids.shape[1:]
     request = 0
+    named = Responses(dump.path)
     one: _Response | None = first
     while one is not None:
         if one.ids.shape[1:] != shape or (one.id_space, one.layers) != (first.id_space, first.layers):
@@ -167,6 +170,7 @@ def _response_blocks(
                 f"{dump.path}{one.where}: {list(one.ids.shape[1:])} layers and experts, or another schema than the "
                 f"first response's {list(shape)}; are two models in one file?"
             )
+        named.see(one.name, digest_of([one.ids]), one.where)
         if len(one.ids):
             moe_planes(dump.path, one.where, one.ids, _declared(one, asked))
         begin = max(0, min(one.cached - one.start, len(one.ids)))
@@ -182,6 +186,7 @@ def _response_blocks(
         )
         request += 1
         one = next(others, None)
+    parsed.copies_ruled_out = not named.unnamed
     parsed.checks += [
         CheckRecord(
             name="rows fit the tokens",
@@ -302,6 +307,14 @@ def _response(
                 f"{path}{where}: routed_experts holds {whole.size} ids, no multiple of {planes} layers × {top_k} "
                 "experts; correct hidden_layers and top_k_model"
             )
+        beside: Any = value.get("routed_experts_shape", meta.get("routed_experts_shape"))
+        rows = whole.size // (planes * top_k)
+        if beside is not None and beside != [rows, planes, top_k]:
+            raise MalformedDump(
+                f"{path}{where}: routed_experts_shape is {str(beside)[:60]}, wanted "
+                f"[{rows}, {planes}, {top_k}] (tokens, layers, experts per token); correct hidden_layers and "
+                "top_k_model, or save the axes in that order"
+            )
         ids = whole.reshape(-1, planes, top_k)
         if start:
             count(missing, "before routed_experts_start_len: not asked for", start)
@@ -329,8 +342,14 @@ def _response(
         )
     return _Response(
         where, ids.astype(np.int32), None if weights is None else weights.reshape(ids.shape).astype(np.float32), start,
-        prompt, layers, id_space, cached or 0,
+        prompt, layers, id_space, cached or 0, _name(value, meta),
     )  # fmt: skip
+
+
+def _name(value: dict[str, Any], meta: dict[str, Any]) -> object:
+    """The id of a response, null where it has none."""
+    said = (meta.get("id"), value.get("id"), value.get("rid"), value.get("request_id"))
+    return next((one for one in said if isinstance(one, str) or is_integer(one)), None)
 
 
 def _partitions(
@@ -389,12 +408,38 @@ def _schema(
         raise MalformedDump(
             f"{path}{where}: expert_ids_schema has moe_layer_ids {describe(layers)}, wanted ascending ones"
         )
+    _refuse_swapped(path, where, (planes, top_k), schema.get("shape"), asked)
     for name, wanted in (("dtype", "int32"), ("layout", "row_major"), ("id_space", "logical_global")):
         if schema.get(name, wanted) != wanted:
             raise RefusedDump(
                 f"{path}{where}: expert_ids_schema has {name} {describe(schema[name])}, only {wanted!r} is read"
             )
     return planes, top_k, layers, "logical_global"
+
+
+def _refuse_swapped(path: Path, where: str, shape: tuple[int, int], said: object, asked: Asked) -> None:
+    """Holds layers and experts per token of a schema against the model's and against a shape that stands beside.
+
+    Ids in another order of axes fill the same bytes, so only what is said elsewhere can show it. An engine may run with
+    fewer experts than the model has, but not with other layers.
+
+    Raises:
+        MalformedDump: they differ.
+    """
+    planes, top_k = shape
+    hidden, experts = asked.user.hidden_layers, asked.user.top_k_model
+    if hidden is not None and planes != hidden:
+        swapped = " (the two are swapped)" if top_k == hidden or planes == experts else ""
+        raise MalformedDump(
+            f"{path}{where}: expert_ids_schema has num_layers {planes} and top_k {top_k}, the model has {hidden} layers"
+            f"{'' if experts is None else f' and {experts} experts per token'}{swapped}; correct what is wrong, the "
+            "schema or what you say of the model"
+        )
+    if said is not None and (not isinstance(said, list) or said[-2:] != [planes, top_k]):
+        raise MalformedDump(
+            f"{path}{where}: expert_ids_schema has shape {str(said)[:60]}, wanted [rows, {planes}, {top_k}] by its "
+            "num_layers and top_k; another order of axes is not read"
+        )
 
 
 def _decoded(path: Path, where: str, meta: dict[str, Any], name: str, dtype: str) -> npt.NDArray[Any] | None:

@@ -18,6 +18,7 @@ from pipeline.dumps import (
     megatron,
     npz,
     open_format,
+    repeats,
     rl_replay,
     route_csv,
     router_logits,
@@ -107,11 +108,17 @@ NO_TRACES: tuple[NoTrace, ...] = (
 
 
 def parse(dump: Dump, asked: Asked) -> ParsedDump:
-    """The parsed dump, its rows not yet read.
+    """The parsed dump, its rows not yet read; reading them finds what stands twice.
 
     Raises:
         RefusedDump: the content cannot be a trace or is of no known layout. MalformedDump: known, but broken.
     """
+    parsed = _parse(dump, asked)
+    parsed.blocks = repeats.watched(dump.path, parsed)
+    return parsed
+
+
+def _parse(dump: Dump, asked: Asked) -> ParsedDump:
     if isinstance(dump, DumpFolder):
         return _parse_folder(dump, asked)
     sample = look(dump)

@@ -40,6 +40,7 @@ from pipeline.dumps.blocks import (
     read_line,
 )
 from pipeline.dumps.jsonl import integers_of, loads
+from pipeline.dumps.repeats import Responses, digest_of
 from pipeline.dumps.sequences import Sequences
 from schemas.trace import CheckRecord
 
@@ -56,6 +57,10 @@ _FIELDS = ("routed_experts", "prompt_routed_experts")
 _PROMPT_LENGTHS = ("prompt_lengths", "prompt_length", "prompt_lens", "prompt_len", "num_prompt_tokens")
 _LENGTHS = ("lengths", "length", "seq_lens", "seq_len", "seq_lengths")
 _STARTS = ("routed_experts_start", "starts", "start", "offsets", "offset")
+_LAYERS_SAID = ("num_layers", "num_hidden_layers", "hidden_layers", "num_moe_layers", "n_moe_layers")
+_TOP_K_SAID = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k")
+"""Fields that say the layers and experts per token; a bare top_k beside a response is the sampler's."""
+
 _TRAINERS = {
     "attention_mask", "loss_mask", "response_mask", "rollout_id", "samples", "meta_info", "rollout_routed_experts",
 }  # fmt: skip
@@ -252,6 +257,21 @@ def _opened(
     _, axis, top_k = first.shape[-3:]
     said, hidden = asked.user.moe_layer_ids, asked.user.hidden_layers
     layers, ordinals = list(range(axis)), True
+    moe, experts = None if said is None else len(said), asked.user.top_k_model
+    is_other = hidden is not None and axis not in (hidden, moe) and (moe is not None or axis > hidden)
+    # Without the MoE layers' numbers, fewer entries than hidden layers may be those alone; an engine may run with fewer
+    # experts per token than the model has, but not with as many as it has layers.
+    is_swapped = hidden is not None and axis != top_k and top_k in (hidden, moe) and axis not in (hidden, moe)
+    if is_other or is_swapped or (axis == experts != top_k and axis not in (hidden, moe)):
+        raise MalformedDump(
+            f"{dump.path}: routed_experts is shaped [tokens, {axis}, {top_k}], but the model has "
+            + ", ".join(
+                f"{number} {what}"
+                for number, what in ((hidden, "layers"), (moe, "MoE layers"), (experts, "experts per token"))
+                if number is not None
+            )
+            + "; wanted [tokens, layers, k]: is an axis order wrong?"
+        )
     if said is not None and len(said) < axis:
         if said[-1] >= axis or hidden not in (None, axis):
             raise MalformedDump(
@@ -377,9 +397,16 @@ def parse_json(dump: DumpFile, asked: Asked) -> ParsedDump:
         )
 
     def pieces(tally: _Tally) -> Iterator[_Piece]:
-        requests = itertools.count()
+        requests, named = itertools.count(), Responses(dump.path)
         for record, where in _records(dump):
-            yield from _response(dump.path, record, where, asked, tally, requests)
+            routes = []
+            for piece in _response(dump.path, record, where, asked, tally, requests):
+                routes.append(digest_of([piece.ids]))
+                yield piece
+            if routes:
+                name, choices, is_unique = _name(record)
+                named.see(name, b"".join(routes), f", {where}", part=choices, is_unique=is_unique)
+        parsed.copies_ruled_out = not named.unnamed
 
     is_typed = first.ids.dtype != np.int64
     parsed = _opened(dump, asked, "vllm_routed_experts", first.ids, pieces, is_typed)
@@ -466,6 +493,8 @@ def _response(
                 f"{path}, {place}: {prompt} prompt and {completion} completion tokens, wanted 0 or more"
             )
         total = None if prompt is None or completion is None else prompt + completion
+        details = usage.get("prompt_tokens_details")
+        cached: Any = details.get("cached_tokens") if isinstance(details, dict) else None
         carriers = (choice,) if listed is None else (choice, record)
         asked_prompt = _array(path, carriers, "prompt_routed_experts", place) if index == 0 or listed is None else None
         is_split = any(holder.get("prompt_routed_experts") is not None for holder in carriers)
@@ -493,7 +522,28 @@ def _response(
             ids, place, path=path, asked=asked, tally=tally, offset=offset, prompt=prompt, total=total,
             is_generated=is_split, starts_with_hole=_starts_with_hole(ids, null), says_nothing=None,
         )  # fmt: skip
+        if start is None and total is not None and is_integer(cached) and total - 1 - len(ids) > cached:
+            raise MalformedDump(
+                f"{path}, {place}: {len(ids)} rows for {total} tokens, of which the usage says {cached} were cached; "
+                f"wanted {total - 1} rows, or those behind the cached prefix: is the shape wrong?"
+            )
         yield _Piece(ids, request, start, prompt, place, null)
+
+
+def _name(record: dict[str, Any]) -> tuple[object, tuple[str, ...], bool]:
+    """(what names a response, or null; the indices of its choices; whether a name never stands for two).
+
+    A server makes an id of its own for every response; offline, requests are counted from 0 in every run.
+    """
+    choices = record.get("choices")
+    listed = choices if isinstance(choices, list) else []
+    indices = tuple(str(choice.get("index")) for choice in listed if isinstance(choice, dict))
+    for key, is_unique in (("id", True), ("request_id", False), ("req_id", False), ("rid", False)):
+        name = record.get(key)
+        if isinstance(name, str) or is_integer(name):
+            # Numbers count something, in every run anew.
+            return name, indices, is_unique and isinstance(name, str)
+    return None, (), False
 
 
 def _nested(choice: dict[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -532,18 +582,39 @@ def _array(
                     f"{path}, {where}: {name} has fields {', '.join(sorted(map(str, value))[:8])[:120]}; wanted its "
                     f"bytes in base64 as one of {', '.join(BYTES_KEYS)}"
                 )
-            return _decoded(path, where, name, data, value.get("shape"), value.get("dtype")), None, offset
+            ids = _decoded(path, where, name, data, value.get("shape"), value.get("dtype"))
+            _refuse_other_axes(path, where, name, ids, value, (*_LAYERS_SAID, "layers"), (*_TOP_K_SAID, "top_k", "k"))
+            _refuse_other_axes(path, where, name, ids, holder, _LAYERS_SAID, _TOP_K_SAID)
+            return ids, None, offset
         if isinstance(value, str):
-            return (
-                _decoded(path, where, name, value, holder.get(f"{name}_shape"), holder.get(f"{name}_dtype")),
-                None,
-                offset,
-            )
+            ids = _decoded(path, where, name, value, holder.get(f"{name}_shape"), holder.get(f"{name}_dtype"))
+            _refuse_other_axes(path, where, name, ids, holder, _LAYERS_SAID, _TOP_K_SAID)
+            return ids, None, offset
         found = _from_lists(value)
         if isinstance(found, str):
             raise MalformedDump(f"{path}, {where}: {name}: {found}")
         return (*found, offset) if found[0].size else None
     return None
+
+
+def _refuse_other_axes(
+    path: Path, where: str, name: str, ids: npt.NDArray[Any], said: dict[str, Any], layers: tuple[str, ...],
+    top_k: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Holds the shape beside encoded ids against layers and k said elsewhere: any order of axes fills the same bytes.
+
+    Raises:
+        MalformedDump: they differ.
+    """
+    for keys, axis in ((layers, 1), (top_k, 2)):
+        numbers = {key: said[key] for key in keys if is_integer(said.get(key))}
+        # Of hidden and MoE layers either may be the axis.
+        if numbers and ids.shape[axis] not in numbers.values():
+            key = next(iter(numbers))
+            raise MalformedDump(
+                f"{path}, {where}: {name} is shaped {list(ids.shape)}, but {key} is {numbers[key]}; wanted [tokens, "
+                "layers, k]: is an axis order wrong?"
+            )
 
 
 def _offset(path: Path, where: str, holder: dict[str, Any], *keys: str) -> int | None:
