@@ -42,7 +42,7 @@ from replayer.trace import MalformedTrace, Trace, read_trace
 from schemas.columns import COLUMNS, PREDICTORS
 from schemas.files import ENVIRONMENT_VARIABLE, DataFolder
 from schemas.tables import TABLES
-from schemas.trace import CheckVerdict, TraceMetadata
+from schemas.trace import TRACE_ID_PATTERN, CheckVerdict, TraceMetadata
 from schemas.validation import ContractViolation
 
 
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
             name, help=help_text, description=help_text, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
         )
         command.add_argument(
-            "--data", type=Path, metavar="DIR", help=f"data folder (default: ${ENVIRONMENT_VARIABLE}, else ./data)"
+            "--data", type=_path, metavar="DIR", help=f"data folder (default: ${ENVIRONMENT_VARIABLE}, else ./data)"
         )
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         command.set_defaults(function=function)
@@ -114,13 +114,13 @@ def _parser() -> argparse.ArgumentParser:
         "ingest", _ingest, "Turns raw router dumps into canonical traces; a dump already there is not repeated."
     )
     command.add_argument(
-        "dumps", nargs="+", type=Path, metavar="DUMP",
+        "dumps", nargs="+", type=_path, metavar="DUMP",
         help="npz, route CSV v1, JSONL, events CSV; packed (gz, zst, xz, bz2, zip) or not. A folder, or a pattern in "
         "quotes ('run/rank*.jsonl'), is one dump of several files",
     )  # fmt: skip
     command.add_argument("--trace-id", metavar="ID", help="name the trace yourself (one dump only)")
     _add_said(command)
-    command.add_argument("--model", type=Path, metavar="PATH", help=_MODEL_HELP)
+    command.add_argument("--model", type=_path, metavar="PATH", help=_MODEL_HELP)
     _add_unpacking(command)
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -130,14 +130,14 @@ def _parser() -> argparse.ArgumentParser:
         "Says what a dump is, what it leaves open, and how every check went, also of one that is refused; keeps "
         "nothing.",
     )
-    command.add_argument("dump", nargs="?", type=Path, metavar="DUMP")
+    command.add_argument("dump", nargs="?", type=_path, metavar="DUMP")
     command.add_argument("--checks", action="store_true", help="list the checks, with their thresholds and reasons")
     command.add_argument("--layouts", action="store_true", help="list the layouts of dumps that are read")
     command.add_argument(
-        "--imatrix", type=Path, metavar="GGUF", help="hold the dump's selections against an imatrix of the same run"
+        "--imatrix", type=_path, metavar="GGUF", help="hold the dump's selections against an imatrix of the same run"
     )
     _add_said(command)
-    command.add_argument("--model", type=Path, metavar="PATH", help=_MODEL_HELP)
+    command.add_argument("--model", type=_path, metavar="PATH", help=_MODEL_HELP)
     _add_unpacking(command)
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("trace", metavar="TRACE_ID")
     layouts = "; ".join(f"{name}: {writer.description}" for name, writer in FORMATS.items())
     command.add_argument("--format", required=True, type=choice(tuple(FORMATS)), metavar="FORMAT", help=layouts)
-    command.add_argument("--out", type=Path, required=True, metavar="FILE", help="replaced if it is there")
+    command.add_argument("--out", type=_path, required=True, metavar="FILE", help="replaced if it is there")
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
     command = add("run", _run, "Runs the analyses of traces, then fills the warehouse and writes the report.")
@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
         "what it did not learn from, and of a predictor that learns nothing what follows first:0.6",
     )  # fmt: skip
     command.add_argument("--seed", type=count, default=0, metavar="N", help="of what is drawn (default: 0)")
-    command.add_argument("--out", type=Path, metavar="PLAN.parquet", help="write the plan there")
+    command.add_argument("--out", type=_path, metavar="PLAN.parquet", help="write the plan there")
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
     command = add("bundle", _bundle, "Writes the results of a lab into a folder that another data folder can take.")
@@ -210,7 +210,7 @@ def _add_unpacking(command: argparse.ArgumentParser) -> None:
         help=f"most that a packed dump may become, all its files together (default: {format_bytes(default.max_bytes)})",
     )  # fmt: skip
     command.add_argument(
-        "--max-ratio", type=count, default=default.max_ratio, metavar="N",
+        "--max-ratio", type=_from_one, default=default.max_ratio, metavar="N",
         help="most times its stored size that a packed file may become (default: %(default)s)",
     )  # fmt: skip
 
@@ -233,7 +233,7 @@ def _add_said(command: argparse.ArgumentParser) -> None:
         "--expert-id-base", type=count, choices=(0, 1), metavar="0|1", help="1: the dump counts experts from 1"
     )
     repairs.add_argument(
-        "--layer-map", dest="moe_layer_ids", type=_whole_numbers, metavar="N,N,…",
+        "--layer-map", dest="moe_layer_ids", type=_layer_numbers, metavar="N,N,…",
         help="the model's numbers of the dump's layers, in order; 1-26 is a range",
     )  # fmt: skip
     repairs.add_argument(
@@ -245,9 +245,42 @@ def _add_said(command: argparse.ArgumentParser) -> None:
         help="tokens of each request, in order: rows at later positions are padding, left out",
     )  # fmt: skip
     repairs.add_argument(
-        "--strip-shared-experts", dest="shared_experts", type=count, metavar="N",
+        "--strip-shared-experts", dest="shared_experts", type=_shared, metavar="N",
         help="shared experts fused into every row as ids num_experts..; they are left out",
     )  # fmt: skip
+
+
+def _path(text: str) -> Path:
+    """argparse type: a path; an empty one, as an unset variable leaves it, would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'', wanted a path")
+    return Path(text)
+
+
+def _from_one(text: str) -> int:
+    """argparse type: a whole number, not 0."""
+    number = count(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted at least 1")
+    return number
+
+
+def _shared(text: str) -> int:
+    """argparse type: how many experts are shared."""
+    number = _from_one(text)
+    if number > 16:
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted 1 to 16")
+    return number
+
+
+def _layer_numbers(text: str) -> list[int]:
+    """argparse type: numbers of layers, ascending."""
+    numbers = _whole_numbers(text)
+    if numbers != sorted(set(numbers)) or numbers[-1] > 65535:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r}, wanted layer numbers of at most 65535 that ascend without repeats, such as 3,4,9-26"
+        )
+    return numbers
 
 
 def _whole_numbers(text: str) -> list[int]:
@@ -255,8 +288,13 @@ def _whole_numbers(text: str) -> list[int]:
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        begin = count(first.strip())
-        end = count(last.strip()) if dash else begin
+        try:
+            begin = count(first.strip())
+            end = count(last.strip()) if dash else begin
+        except argparse.ArgumentTypeError:
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r}, wanted whole numbers and ranges of them, such as 3,4,9-26"
+            ) from None
         if not 0 <= end - begin < 65536:
             raise argparse.ArgumentTypeError(f"{part[:40]!r}, wanted a range upwards, of at most 65,536 numbers")
         numbers += range(begin, end + 1)
@@ -276,6 +314,8 @@ def _folder(arguments: argparse.Namespace) -> DataFolder:
         str(folder).encode()
     except (RuntimeError, UnicodeEncodeError, ValueError) as error:
         raise WrongCall(f"data folder {str(root)!r:.80}: {error}") from None
+    if folder.exists() and not folder.is_dir():
+        raise WrongCall(f"data folder {str(folder)!r}: a file, wanted a folder; choose another --data")
     if "?" in str(folder):
         raise WrongCall(
             f"data folder {str(folder)!r}: a `?` in it would end the address of Dagster's database; choose another"
@@ -286,6 +326,10 @@ def _folder(arguments: argparse.Namespace) -> DataFolder:
 def _ingest(arguments: argparse.Namespace) -> int:
     if arguments.trace_id is not None and len(arguments.dumps) > 1:
         raise WrongCall("--trace-id names one trace; pass one dump with it")
+    if arguments.trace_id is not None and not TRACE_ID_PATTERN.fullmatch(arguments.trace_id):
+        raise WrongCall(
+            f"--trace-id {arguments.trace_id!r:.160}: wanted lower-case letters, digits, `.`, `_`, `-`, at most 128"
+        )
     data = _folder(arguments)
     model = None if arguments.model is None else read_model(arguments.model)
     done: list[Ingested] = []
@@ -356,14 +400,21 @@ def _inspect(arguments: argparse.Namespace) -> int:
     user = read_user_metadata(arguments.dump, _said(arguments))
     model = None if arguments.model is None else read_model(arguments.model)
     reading, name = Reading(), arguments.dump.name or name_of(arguments.dump)
+    counted = None
+    if arguments.imatrix is not None:
+        from pipeline.dumps.imatrix import compare_counts, imatrix_counts, trace_counts
+
+        # Before the dump is read, which may take long.
+        size = arguments.imatrix.stat().st_size
+        if not arguments.imatrix.is_file() or not size:
+            what = "no regular file" if size else "an empty file"
+            raise MalformedDump(f"--imatrix {arguments.imatrix}: {what}, wanted the GGUF that llama-imatrix wrote")
+        counted = imatrix_counts(arguments.imatrix)
     with tempfile.TemporaryDirectory(prefix="expert-tier-") as spool, _Progress(f"inspecting {name}", reading):
         verdict = judge(
             arguments.dump, user, Path(spool), model=model, unpacking=_unpacking(arguments), reading=reading
         )
-        if arguments.imatrix is not None and verdict.metadata is not None:
-            from pipeline.dumps.imatrix import compare_counts, imatrix_counts, trace_counts
-
-            counted = imatrix_counts(arguments.imatrix)
+        if counted is not None and verdict.metadata is not None:
             one = ingest(arguments.dump, DataFolder(Path(spool)), user, model=model, unpacking=_unpacking(arguments))
             compared = compare_counts(counted, trace_counts(one.path))
             verdict = replace(
@@ -416,8 +467,7 @@ def _described(metadata: TraceMetadata) -> list[str]:
 def _export(arguments: argparse.Namespace) -> int:
     data = _folder(arguments)
     trace = _trace_file(data, arguments.trace)
-    if arguments.out.exists() and arguments.out.samefile(trace):
-        raise WrongCall(f"--out {arguments.out}: the trace itself; name another file")
+    _check_file_target(data, arguments.out, f"{arguments.trace}.{arguments.format}")
     with _Progress(f"exporting {arguments.trace}"):
         done = export(trace, arguments.format, arguments.out)
     if arguments.json:
@@ -525,15 +575,29 @@ def _lookahead(arguments: argparse.Namespace) -> int:
 
 def _check_plan_target(data: DataFolder, out: Path) -> None:
     """Before any work: a plan takes the place of nothing but a plan."""
-    if not out.name:
-        raise WrongCall(f"--out {str(out)!r}, wanted the name of a file, such as plan.parquet")
-    own = data.owner_of(out)
-    if own is not None:
-        raise WrongCall(f"--out {out}: in {own}, which holds what the data folder keeps; choose a place outside of it")
+    _check_file_target(data, out, "plan.parquet")
     try:
         check_replaceable(out)
     except MalformedPlan as error:
         raise WrongCall(f"--out {error}") from None
+
+
+def _check_file_target(data: DataFolder, out: Path, example: str) -> None:
+    """Before any work: a file outside of what the data folder keeps, in a folder that is there."""
+    if not out.name:
+        raise WrongCall(f"--out {str(out)!r}, wanted the name of a file, such as {example}")
+    try:
+        own = data.owner_of(out)
+    except RuntimeError as error:
+        raise WrongCall(f"--out {out}: {error}; choose another place") from None
+    if own is not None:
+        raise WrongCall(f"--out {out}: in {own}, which holds what the data folder keeps; choose a place outside of it")
+    if out.is_dir():
+        raise WrongCall(f"--out {out}: a folder, wanted the name of a file; name one in it, such as {out / example}")
+    if out.exists() and not out.is_file():
+        raise WrongCall(f"--out {out}: no regular file, wanted the name of one; choose another place")
+    if not out.parent.exists():
+        raise WrongCall(f"--out {out}: there is no folder {out.parent}; make it first, or choose another place")
 
 
 def _trace_of(data: DataFolder, trace_id: str) -> Trace:

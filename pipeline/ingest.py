@@ -105,7 +105,7 @@ def read_user_metadata(dump_path: Path, overrides: Sequence[str] = ()) -> UserMe
     overridden: dict[str, object] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
-        if not equals:
+        if not equals or not key.strip():
             raise WrongMetadata(f"--meta {override!r:.80}: wanted key=value, for example --meta domain=code")
         key, read = key.strip(), value
         if key not in _TEXTS:
@@ -119,10 +119,14 @@ def read_user_metadata(dump_path: Path, overrides: Sequence[str] = ()) -> UserMe
         return UserMetadata.model_validate(said)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "metadata"
-        known = ", ".join(UserMetadata.model_fields)
-        what = "no such key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
-        sentence = f"{key}: {what} (found {first['input']!r:.80}); known keys: {known}"
+        # Further parts name kinds of values that a key may have, or places in a list.
+        parts = [part for number, part in enumerate(first["loc"]) if number == 0 or isinstance(part, int)]
+        key = ".".join(map(str, parts)) or "metadata"
+        if first["type"] == "extra_forbidden":
+            what, advice = "no such key", f"known keys: {', '.join(UserMetadata.model_fields)}"
+        else:
+            what, advice = first["msg"].removeprefix("Value error, "), "correct it, or leave it out"
+        sentence = f"{key}: {what} (found {first['input']!r:.80}); {advice}"
         if key.split(".")[0] in overridden:
             raise WrongMetadata(f"--meta {sentence}") from None
         raise MalformedDump(f"{beside}: {sentence}") from None
@@ -174,7 +178,9 @@ def open_dump(path: Path, unpacking: Unpacking = DEFAULT_UNPACKING) -> Dump:
             if fnmatch.fnmatchcase(file.name, path.name) and not file.name.startswith(".")
         ]
         if not files:
-            raise MalformedDump(f"{path}: matches no file")
+            raise MalformedDump(
+                f"{path}: matches no file, wanted the files of one dump; list the folder with: ls {path.parent}"
+            )
         return DumpFolder(path, files, unpacking)
     file = DumpFile(path, unpacking)
     if not file.archived:

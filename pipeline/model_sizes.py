@@ -29,12 +29,20 @@ _OTHER_LAYER_KEYS = re.compile(r"(?=.*(moe|expert|sparse|dense|block_type|mlp))(
 """Keys that may say which layers have experts, in a way that is not known here."""
 
 
+_WANTED = "wanted a GGUF file, safetensors files (their folder or index), or a config.json"
+
+
 def read_model(path: Path) -> ModelFile:
     """What a model file says; `path` is a GGUF or safetensors file, a folder of them, their index, or a config.json.
 
     Raises:
         MalformedCheckpoint: it is none of these, or contradicts itself. OSError: it cannot be read.
     """
+    if not path.exists() and not path.is_symlink():
+        raise MalformedCheckpoint(f"{path}: no such file or folder; {_WANTED}")
+    if path.is_dir() and not any(path.glob("*.safetensors")) and not (path / INDEX).exists():
+        there = f"; its config.json is one, name {path / 'config.json'}" if (path / "config.json").exists() else ""
+        raise MalformedCheckpoint(f"{path}: a folder without safetensors files{there or f'; {_WANTED}'}")
     is_json = False
     if path.is_file():
         with path.open("rb") as file:
@@ -67,6 +75,11 @@ def _measured(experts: Experts) -> ModelFile:
     for one in experts.slices:
         sizes[one.layer_id, one.expert_id] += one.length_bytes
     by_layer = [[sizes[layer, expert] for expert in range(counts[0])] for layer in experts.experts_per_layer]
+    if experts.top_k is not None and experts.top_k > counts[0]:
+        raise MalformedCheckpoint(
+            f"{experts.files[0].parent}: {experts.top_k} experts per token, but the layers have only {counts[0]}; is "
+            "the model whole? download it again"
+        )
     is_equal = all(len(set(of_layer)) == 1 for of_layer in by_layer)
     return ModelFile(
         kind="gguf" if experts.scheme.startswith("gguf") else "safetensors",
@@ -81,6 +94,7 @@ def _measured(experts: Experts) -> ModelFile:
 
 
 def _by_config(config: Config) -> ModelFile:
+    config.check()
     experts, hidden_layers, top_k = config.experts, config.hidden_layers, config.top_k
     if experts is None:
         raise MalformedCheckpoint(
@@ -139,7 +153,18 @@ def _moe_layers(path: Path, text: dict[str, Any], hidden_layers: int) -> list[in
             f"{path}: first_k_dense_replace, decoder_sparse_step, moe_layer_freq, mlp_only_layers or mlp_layer_types "
             f"is no number, or no list of {hidden_layers}; download the file again"
         )
-    return [
+    if first >= hidden_layers:
+        raise MalformedCheckpoint(
+            f"{path}: first_k_dense_replace is {first}, but there are {hidden_layers} hidden layers, so none would "
+            "have experts; correct one, or download the file again"
+        )
+    beyond = [layer for layer in dense if type(layer) is not int or not 0 <= layer < hidden_layers]
+    if beyond:
+        raise MalformedCheckpoint(
+            f"{path}: mlp_only_layers names {beyond[0]!r:.40}, but there are {hidden_layers} hidden layers "
+            f"(0..{hidden_layers - 1}); correct one, or download the file again"
+        )
+    layers = [
         layer
         for layer in range(hidden_layers)
         if layer >= first
@@ -148,6 +173,13 @@ def _moe_layers(path: Path, text: dict[str, Any], hidden_layers: int) -> list[in
         and layer not in dense
         and (types is None or types[layer] == "sparse")
     ]
+    if not layers:
+        said = [key for key in sorted(_KNOWN_LAYER_KEYS) if text.get(key)]
+        raise MalformedCheckpoint(
+            f"{path}: {', '.join(said)} leave none of the {hidden_layers} hidden layers with experts; correct them, or "
+            "download the file again"
+        )
+    return layers
 
 
 def _is_list_of(value: object, length: int) -> bool:

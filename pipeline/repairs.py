@@ -61,6 +61,12 @@ class Repairs:
         lengths = self.user.sequence_lengths
         if lengths is None:
             return
+        if not any(lengths):
+            raise MalformedDump(
+                f"{self.path}: you say sequence_lengths {str(lengths)[:80]}, which leave no token; say the tokens of "
+                "each request",
+                check="no padding rows",
+            )
         # Engines never run the last token, so a length may be one more than the rows.
         over = [request for request, tokens in self._tokens.items() if lengths[request] > tokens + 1]
         if len(self._tokens) != len(lengths) or over:

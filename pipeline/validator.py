@@ -20,9 +20,16 @@ import numpy.typing as npt
 from pipeline.dump_checks import (
     CHECKS,
     COLLAPSE_SHARE,
+    COMPARED_SETS,
     CONSTANT_ROWS,
+    COPY_SHARE,
+    COPY_SHIFT,
     FROZEN_LAYER_ROWS,
+    FROZEN_LAYERS,
     FROZEN_ROWS,
+    FROZEN_ROWS_NAMED,
+    FROZEN_ROWS_REFUSED,
+    FROZEN_SETS,
     IDENTICAL_ROWS,
     IDENTITY,
     ORDER,
@@ -32,6 +39,9 @@ from pipeline.dump_checks import (
     REPEATED_PASS_ROWS,
     REPEATED_RUNS,
     SHORT_WINDOW_CHANCE,
+    SIMILAR_SHARE,
+    SPARE_SELECTIONS,
+    SPARE_SHARE,
     SUM_TOLERANCE,
     Check,
 )
@@ -103,13 +113,14 @@ def _padded(array: npt.NDArray[Any], shape: tuple[int, ...], value: int) -> npt.
 @numba.njit(cache=True, nogil=True)
 def _scan(  # type: ignore[no-untyped-def]
     layer, expert_ids, counted, last_row, counts, rows, window_start, longest_window, changes, hashes, last_set, run,
-    longest_run, first_ids,
+    longest_run, first_ids, row_sets,
 ):  # fmt: skip
     """One pass over a block's rows in recorded order; returns (row with a repeated id or −1, ascending rows).
 
     A window of rows in which no id repeats is tracked per layer: in the flat copy of a strided top-k view the rows
     partition the experts, so the window reaches experts ÷ k rows. Layers are hashed, and runs of identical rows found,
-    by the set of a row, whatever its order. Rows not `counted` (warm-up) are only checked.
+    by the set of a row, whatever its order; the hash of each is left in `row_sets`. Rows not `counted` (warm-up) are
+    only checked.
     """
     top_k = expert_ids.shape[1]
     ascending_rows = 0
@@ -145,11 +156,67 @@ def _scan(  # type: ignore[no-untyped-def]
         run[where] = run[where] + 1 if ordinal > 0 and last_set[where] == row_set else 1
         longest_run[where] = max(longest_run[where], run[where])
         last_set[where] = row_set
+        row_sets[row] = row_set
         hashes[where] = hashes[where] * np.uint64(1099511628211) + row_set
         changes[where] += changed
         longest_window[where] = max(longest_window[where], ordinal - window_start[where] + 1)
         rows[where] = ordinal + 1
     return -1, ascending_rows
+
+
+@numba.njit(cache=True, nogil=True)
+def _sum_tokens(token, layer, row_sets, looked_at, marks, digests, rows, first_row, by_layer):  # type: ignore[no-untyped-def]
+    """Sums the rows of a block up by token: a digest over its layers, its rows, its first row; and fills `by_layer`.
+
+    token (R,); digests, rows, first_row (T,); by_layer (T', L), the sets of the first tokens layer by layer, 0 where
+    there is none.
+    """
+    for row in range(len(token)):
+        if not looked_at[row]:
+            continue
+        one, where = token[row], layer[row]
+        if rows[one] == 0:
+            first_row[one] = row
+        rows[one] += 1
+        digests[one] += row_sets[row] * marks[where]
+        if one < len(by_layer):
+            by_layer[one, where] = row_sets[row]
+
+
+@numba.njit(cache=True, nogil=True)
+def _closest_layers(by_layer, least_rows, furthest, most_share):  # type: ignore[no-untyped-def]
+    """The pair of layers whose sets agree in the largest share of rows: (layer, layer, shift, rows, unequal rows).
+
+    Row t of the first is held against row t + shift of the second, where either has just changed: rows that stay as
+    they are say nothing. Rows are −1 where no pair differs in at most `most_share` of at least `least_rows` rows.
+    """
+    tokens, layers = by_layer.shape
+    found = (-1, -1, 0, -1, 0)
+    best = 2.0
+    limit = max(1, int(tokens * most_share))
+    for one in range(layers):
+        for other in range(one + 1, layers):
+            for shift in range(-furthest, furthest + 1):
+                rows = unequal = 0
+                for token in range(max(1, 1 - shift), min(tokens, tokens - shift)):
+                    mine, theirs = by_layer[token, one], by_layer[token + shift, other]
+                    if mine == 0 or theirs == 0:
+                        continue
+                    stays = mine == by_layer[token - 1, one] and theirs == by_layer[token + shift - 1, other]
+                    if stays:
+                        continue
+                    rows += 1
+                    if mine != theirs:
+                        unequal += 1
+                        if unequal > limit:
+                            break
+                if rows < least_rows or unequal > max(1, int(rows * most_share)):
+                    continue
+                share = unequal / rows
+                if share < best:
+                    best = share
+                    found = (one, other, shift, rows, unequal)
+    return found
 
 
 @dataclass
@@ -175,6 +242,91 @@ class Records:
     first_row: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]
     step: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Which token each row of a block is: the n-th row of every record of a pass is the same token.
+
+    count: tokens of the block. record, in_record, token (R,): the row's record, its place in it, and its token.
+    is_whole (R,) is false for rows of a record that has fewer than others of its pass: nobody knows whose they are.
+    """
+
+    count: int
+    record: npt.NDArray[np.int64]
+    in_record: npt.NDArray[np.int64]
+    token: npt.NDArray[np.int64]
+    is_whole: npt.NDArray[np.bool_]
+
+
+def _tokens_of(block: RowBlock, records: Records, phase: npt.NDArray[np.int8]) -> Tokens:
+    # A step that mixes prefill and decode has a record of each in every layer.
+    in_step = block.pass_in_step[records.first_row].astype(np.int64)
+    key = records.step * (int(in_step.max()) + 1) + in_step
+    key_and_phase = key * len(PHASES) + phase[records.first_row]
+    if (key[1:] >= key[:-1]).all():
+        pass_of_record = np.cumsum(np.diff(key_and_phase, prepend=key_and_phase[0]) != 0)
+    else:
+        # Speculation may be repeated layer by layer, which interleaves two passes.
+        _, pass_of_record = np.unique(key_and_phase, return_inverse=True)
+    width = np.zeros(int(pass_of_record.max()) + 1, dtype=np.int64)
+    np.maximum.at(width, pass_of_record, records.rows)
+    record = np.repeat(np.arange(len(records.rows)), records.rows)
+    in_record = np.arange(block.rows) - records.first_row[record]
+    token = (np.cumsum(width) - width)[pass_of_record[record]] + in_record
+    is_whole = (records.rows == width[pass_of_record])[record]
+    return Tokens(int(width.sum()), record, in_record, token, is_whole)
+
+
+@dataclass
+class _Repeats:
+    """Runs of tokens that choose the same experts in every layer as the token before of the same request."""
+
+    longest: int = 1
+    longest_step: int = 0
+    longest_request: int = 0
+    finished: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(FROZEN_ROWS_REFUSED + 1, dtype=np.int64))
+    """Runs that ended, by their length; the last entry counts longer ones, too."""
+    last: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """By request: digest of its last token, length of the run that it ends, and the step where the run began."""
+
+    def add(self, request: int, digests: npt.NDArray[np.uint64], steps: npt.NDArray[np.int64]) -> None:
+        """Further tokens of a request, in order."""
+        begins = np.concatenate([[0], np.flatnonzero(digests[1:] != digests[:-1]) + 1])
+        lengths = np.diff(np.append(begins, len(digests)))
+        starts = steps[begins]
+        if request in self.last:
+            digest, length, step = self.last[request]
+            if digest == int(digests[0]):
+                lengths[0] += length
+                starts[0] = step
+            else:
+                self._finish(np.array([length]))
+        place = int(lengths.argmax())
+        if lengths[place] > self.longest:
+            self.longest, self.longest_step, self.longest_request = int(lengths[place]), int(starts[place]), request
+        self._finish(lengths[:-1])
+        self.last[request] = (int(digests[-1]), int(lengths[-1]), int(starts[-1]))
+
+    def _finish(self, lengths: npt.NDArray[np.int64]) -> None:
+        self.finished += np.bincount(np.minimum(lengths, FROZEN_ROWS_REFUSED), minlength=len(self.finished))
+
+    def prevail(self, length: int) -> bool:
+        """Whether there are more runs of that length or longer than shorter ones of two and more tokens.
+
+        Where a router repeats by itself, short runs are the many.
+        """
+        runs = self._runs()
+        return bool(runs[length:].sum() > runs[2:length].sum())
+
+    @property
+    def only_once(self) -> bool:
+        """Whether there is one run of two and more tokens, and no other."""
+        return int(self._runs()[2:].sum()) == 1
+
+    def _runs(self) -> npt.NDArray[np.int64]:
+        unfinished = [min(run, FROZEN_ROWS_REFUSED) for _, run, _ in self.last.values()]
+        return self.finished + np.bincount(unfinished, minlength=len(self.finished))
 
 
 class Validator:
@@ -208,7 +360,11 @@ class Validator:
         self._weight_rows = self._falling_rows = 0
         self._weight_sums: tuple[float, float] | None = None
         self._weight_range: tuple[float, float] | None = None
-        self._tokens = self._leading_padding = 0
+        self._layer_digests = generator.integers(1, 2**63, MAX_LAYERS, dtype=np.uint64) | np.uint64(1)
+        self._repeats = _Repeats()
+        self._by_layer = np.zeros((0, 0), dtype=np.uint64)
+        self._tokens = self._leading_padding = self._counting_up = 0
+        self._first_counting_up = 0
         self._began: set[int] = set()
         self._trailing: dict[int, int] = {}
         self._last_pass: int | None = None
@@ -289,11 +445,11 @@ class Validator:
         layer = self.index_of_layer[block.layer]
         # A dump may say itself what was warm-up.
         counted = phase != PHASE_CODES["warmup"]
-        state = self._state
+        state, row_sets = self._state, np.zeros(block.rows, dtype=np.uint64)
         repeated, ascending = _scan(
             layer, block.expert_ids, counted, state.last_row, state.counts, state.rows, state.window_start,
             state.longest_window, state.changes, state.hashes, state.last_set, state.run, state.longest_run,
-            self._first_ids,
+            self._first_ids, row_sets,
         )  # fmt: skip
         if repeated >= 0:
             raise self._repeated(block, repeated)
@@ -317,7 +473,9 @@ class Validator:
                 check="every pass has every layer",
             )
         self._look_at_shape(block, records, phase)
-        self._look_at_tokens(block, records, counted)
+        tokens = _tokens_of(block, records, phase)
+        self._look_at_digests(block, tokens, row_sets, counted & tokens.is_whole & ~is_again)
+        self._look_at_tokens(block, records, tokens, counted)
         self._look_at_weights(block, counted)
         self.rows += block.rows
         self.warmup_rows += int(np.count_nonzero(~counted))
@@ -531,10 +689,42 @@ class Validator:
                 )
             self._pruned_passes += len(at)
 
-    def _look_at_tokens(self, block: RowBlock, records: Records, counted: npt.NDArray[np.bool_]) -> None:
+    def _look_at_digests(
+        self,
+        block: RowBlock,
+        tokens: Tokens,
+        row_sets: npt.NDArray[np.uint64],
+        looked_at: npt.NDArray[np.bool_],
+    ) -> None:
+        """Tokens that repeat the one before in every layer, and the first tokens' sets, to hold layers against."""
+        layers, count = len(self.layer_numbers), tokens.count
+        digests, rows = np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=np.int64)
+        first_row = np.zeros(count, dtype=np.int64)
+        room = max(0, COMPARED_SETS // layers - len(self._by_layer))
+        by_layer = np.zeros((min(room, count), layers), dtype=np.uint64)
+        _sum_tokens(
+            tokens.token, self.index_of_layer[block.layer], row_sets, looked_at, self._layer_digests, digests, rows,
+            first_row, by_layer,
+        )  # fmt: skip
+        if len(by_layer):
+            before = _padded(self._by_layer, (len(self._by_layer), layers), 0)
+            self._by_layer = np.concatenate([before, by_layer[rows[: len(by_layer)] > 0]])
+        seen = rows > 0
+        digests, first_row = digests[seen], first_row[seen]
+        request, step = block.request[first_row], block.step[first_row]
+        if len(request) and request.min() != request.max():
+            order = np.argsort(request, kind="stable")
+            digests, request, step = digests[order], request[order], step[order]
+        bounds = [0, *(np.flatnonzero(np.diff(request)) + 1).tolist(), len(request)] if len(request) else []
+        for begin, end in itertools.pairwise(bounds):
+            self._repeats.add(int(request[begin]), digests[begin:end], step[begin:end])
+
+    def _look_at_tokens(
+        self, block: RowBlock, records: Records, tokens: Tokens, counted: npt.NDArray[np.bool_]
+    ) -> None:
         """Tokens, whole over their layers: those whose ids count up in every layer, and passes equal to the last.
 
-        The n-th row of each record of a pass is the same token; a pruned last layer holds fewer and is passed over.
+        A pruned last layer holds fewer rows and is passed over.
         """
         looks_for_copies = block.position is None and not self.parsed.speculative
         if self.top_k < 2 and not looks_for_copies:
@@ -547,24 +737,21 @@ class Validator:
             for request in distinct(block.request[counted]):
                 self._end_of_padding(request)
             return
-        record = np.repeat(np.arange(len(records.rows)), records.rows)
-        in_record = np.arange(block.rows) - records.first_row[record]
-        pass_key = records.step * (int(block.pass_in_step.max()) + 1) + block.pass_in_step[records.first_row]
-        _, pass_of_record = np.unique(pass_key, return_inverse=True)
-        width = np.zeros(int(pass_of_record.max()) + 1, dtype=np.int64)
-        np.maximum.at(width, pass_of_record, records.rows)
-        offset = np.cumsum(width) - width
-        token = offset[pass_of_record[record]] + in_record  # (R,)
-        whole = counted & (records.rows == width[pass_of_record])[record]
+        whole = counted & tokens.is_whole
         if looks_for_copies:
-            self._look_at_passes(block, pass_of_record[record], in_record, counted)
+            key = records.step * (int(block.pass_in_step.max()) + 1) + block.pass_in_step[records.first_row]
+            _, pass_of_record = np.unique(key, return_inverse=True)
+            self._look_at_passes(block, pass_of_record[tokens.record], tokens.in_record, counted)
         if self.top_k < 2:
             return
-        tokens = int(width.sum())
-        seen, padded, owner = np.zeros(tokens, bool), np.ones(tokens, bool), np.zeros(tokens, dtype=np.int64)
+        token, count = tokens.token, tokens.count
+        seen, padded, owner = np.zeros(count, bool), np.ones(count, bool), np.zeros(count, dtype=np.int64)
         seen[token[whole]] = True
         padded[token[whole & ~counts_up]] = False
         owner[token[whole]] = block.request[whole]
+        if not self._counting_up and (padded & seen).any():
+            self._first_counting_up = int(block.step[whole & (padded & seen)[token]][0])
+        self._counting_up += int((padded & seen).sum())
         owner, padded = owner[seen], padded[seen]
         self._tokens += len(owner)
         order = np.argsort(owner, kind="stable")
@@ -775,6 +962,17 @@ class Validator:
         found = f"ids 0..{highest} at most{everything}"
         if self.parsed.largest_storable_id is not None:
             found += f", stored in a type that reaches {self.parsed.largest_storable_id}"
+        chosen = np.flatnonzero(self._state.counts.any(axis=0))
+        spare = highest - int(chosen[-1]) if len(chosen) else 0
+        selections = int(self._state.counts.sum())
+        expected = selections * spare / self.declared
+        if spare >= SPARE_SHARE * self.declared and expected >= SPARE_SELECTIONS:
+            found = (
+                f"{self.declared} experts are declared, but no id is above {int(chosen[-1])} in {selections} "
+                f"selections of {len(self.layer_numbers)} layers; a router that balances would choose the {spare} "
+                f"others about {expected:.0f} times: num_experts of another model, or ids of one rank?"
+            )
+            return self._record(name, "warn", found)
         return self._record(name, "warn" if everything else "ok", found)
 
     def _fill_check(self) -> CheckRecord:
@@ -836,7 +1034,7 @@ class Validator:
             groups.setdefault(key, []).append(number)
         copies = [sorted(numbers) for numbers in groups.values() if len(numbers) > 1]
         if not copies:
-            return self._record(name, "ok", f"{len(self.layer_numbers)} different layers")
+            return self._near_copies()
         rows = max(key[1] for key, numbers in groups.items() if len(numbers) > 1)
         more = f" and {len(copies) - 1} more groups" if len(copies) > 1 else ""
         found = f"layers {copies[0][:5]}{more} are equal over {rows} rows"
@@ -847,6 +1045,25 @@ class Validator:
                 check=name,
             )
         return self._record(name, "warn", found)
+
+    def _near_copies(self) -> CheckRecord:
+        """Layers that differ as a whole, but in few rows, or only by a shift of some rows."""
+        name, layers = "layers differ", len(self.layer_numbers)
+        one, other, shift, rows, unequal = _closest_layers(
+            self._by_layer, IDENTICAL_ROWS, COPY_SHIFT, 1 - SIMILAR_SHARE
+        )
+        if rows < 0:
+            return self._record(name, "ok", f"{layers} different layers")
+        numbers = [self.layer_numbers[one], self.layer_numbers[other]]
+        shifted = f", {abs(shift)} row{'s' * (abs(shift) > 1)} apart," if shift else ""
+        found = f"layers {numbers}{shifted} are equal in {rows - unequal} of {rows} rows in which they change"
+        if unequal > max(1, int(rows * (1 - COPY_SHARE))) or self.user.tied_routing:
+            return self._record(name, "warn", found)
+        raise MalformedDump(
+            f"{self.path}: {found}: one is a copy of the other; record each layer from its own router, or if the model "
+            "really ties them, say --meta tied_routing=true",
+            check=name,
+        )
 
     def _warmup_check(self) -> CheckRecord:
         name, rows, dropped = "no warm-up rows", self.warmup_rows, self.dropped_warmup_rows
@@ -866,6 +1083,15 @@ class Validator:
             return self._record(name, "not_applicable", "one id per token" if self.top_k < 2 else found)
         edges = self._leading_padding + sum(self._trailing.values())
         found = f"{edges} of {self._tokens} tokens at the edges of requests have consecutive ids in every layer"
+        inside = self._counting_up - edges
+        if edges < PADDING_TOKENS and inside >= PADDING_TOKENS:
+            raise MalformedDump(
+                f"{self.path}, from step {self._first_counting_up} on: {inside} of {self._tokens} tokens inside "
+                f"requests have consecutive ids in every layer ({expected:.2g} expected by chance): padding between "
+                "sequences that were joined, or rows that were never written; cut it by length where it is recorded, "
+                "and record each sequence as a request of its own",
+                check=name,
+            )
         if edges < PADDING_TOKENS:
             return self._record(name, "ok", found)
         if not self._began:
@@ -975,14 +1201,30 @@ class Validator:
         )
 
     def _frozen_check(self) -> CheckRecord:
-        runs = self._state.longest_run
-        everywhere, worst = int(runs.min()), int(runs.argmax())
-        frozen = everywhere >= FROZEN_ROWS or int(runs[worst]) >= FROZEN_LAYER_ROWS
+        name, repeats, longest_run = "no frozen rows", self._repeats, self._state.longest_run
+        layers, longest = len(self.layer_numbers), repeats.longest
+        # Few layers, or few sets to choose from, repeat by chance.
+        many_sets = _log_choose(self.num_experts, self.top_k) > math.log(FROZEN_SETS)
+        is_deep = many_sets and layers >= FROZEN_LAYERS
+        request = f", request {repeats.longest_request}" if len(repeats.last) > 1 else ""
+        refused = is_deep and longest >= FROZEN_ROWS_REFUSED and repeats.prevail(FROZEN_ROWS_REFUSED)
+        if refused and not self.user.repeated_tokens:
+            raise MalformedDump(
+                f"{self.path}, from step {repeats.longest_step} on{request}: {longest} tokens in a row choose the same "
+                f"experts in all {layers} layers: a buffer that was not written again, a replayed graph, or padding; "
+                "record again, or if the model really repeats one token there, say --meta repeated_tokens=true",
+                check=name,
+            )
+        worst = int(longest_run.argmax())
+        named = is_deep and longest >= FROZEN_ROWS_NAMED
+        named = named or (many_sets and longest >= FROZEN_ROWS_REFUSED and layers > 1 and repeats.only_once)
+        named = named or longest >= FROZEN_ROWS or int(longest_run[worst]) >= FROZEN_LAYER_ROWS
+        at = f" (from step {repeats.longest_step} on{request})" if longest > 1 else ""
         return self._record(
-            "no frozen rows",
-            "warn" if frozen else "ok",
-            f"{everywhere} in every layer, {int(runs[worst])} in layer {self.layer_numbers[worst]}"
-            + ("; padding, or a graph replayed without new routes?" if frozen else ""),
+            name,
+            "warn" if named else "ok",
+            f"{longest} in every layer{at}, {int(longest_run[worst])} in layer {self.layer_numbers[worst]}"
+            + ("; padding, or a graph replayed without new routes?" if named else ""),
         )
 
     def _id_space_check(self) -> CheckRecord:
@@ -1046,7 +1288,9 @@ class Validator:
         layer_ids, hidden = self.layer_ids(), self.hidden_layers
         if hidden is not None and layer_ids[-1] >= hidden:
             raise MalformedDump(
-                f"{self.path}: layer {layer_ids[-1]}, but the model has {hidden} layers (0..{hidden - 1})", check=name
+                f"{self.path}: layer {layer_ids[-1]}, but the model has {hidden} layers (0..{hidden - 1}); correct "
+                "hidden_layers, or the numbers of the layers (--layer-map N,N,…, --meta moe_layer_ids=[…])",
+                check=name,
             )
         unnamed = self.parsed.layers_are_ordinals and self.user.moe_layer_ids is None
         if unnamed and hidden not in (None, len(layer_ids)):

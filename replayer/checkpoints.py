@@ -610,6 +610,32 @@ class Config:
                     return text[key], key
         return None
 
+    def check(self) -> None:
+        """Raises MalformedCheckpoint if a fact is no number, is said twice and differently, or excludes another."""
+        for text in self.texts:
+            for keys in (_HIDDEN_LAYERS, _EXPERTS, _TOP_K):
+                said = {key: text[key] for key in keys if text.get(key) not in (None, 0)}
+                for key, value in said.items():
+                    # Some models have a list with a number for each layer, which says nothing of all.
+                    if not isinstance(value, list) and (type(value) is not int or value < 0):
+                        raise MalformedCheckpoint(
+                            f"{self.path}: {key} is {value!r:.40}, wanted a whole number; correct it, or {_DOWNLOAD}"
+                        )
+                numbers = {key: value for key, value in said.items() if type(value) is int}
+                if len(set(numbers.values())) > 1:
+                    first, *others = numbers
+                    other = next(key for key in others if numbers[key] != numbers[first])
+                    raise MalformedCheckpoint(
+                        f"{self.path}: {first} is {numbers[first]}, but {other} is {numbers[other]}; both name the "
+                        f"same, so one is wrong: correct it, or {_DOWNLOAD}"
+                    )
+        experts, top_k = self.experts, self.top_k
+        if experts is not None and top_k is not None and top_k[0] > experts[0]:
+            raise MalformedCheckpoint(
+                f"{self.path}: {top_k[1]} is {top_k[0]}, but {experts[1]} is only {experts[0]}; a token cannot choose "
+                f"more experts than there are: correct one, or {_DOWNLOAD}"
+            )
+
     @property
     def hidden_layers(self) -> tuple[int, str] | None:
         return self.first(*_HIDDEN_LAYERS)
@@ -629,6 +655,7 @@ def _declared_by_config(folder: Path) -> _Declared:
     if not path.exists():
         return _Declared(None, None)
     config = Config(path)
+    config.check()
 
     def worded(found: tuple[int, str] | None) -> tuple[int, str] | None:
         return None if found is None else (found[0], f"{path.name} has {found[1]} {found[0]}")

@@ -92,6 +92,8 @@ _HINTS = {
     errno.EISDIR: "name a file",
     errno.ENOTDIR: "a part of the path is a file; choose another",
     errno.ENOSPC: "free some room, or choose another place",
+    errno.ELOOP: "the link leads back to itself; name the file itself",
+    errno.ENAMETOOLONG: "choose a shorter name",
     errno.EROFS: "choose another place",
     errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
     errno.ENFILE: "close other programs, or raise fs.file-max",

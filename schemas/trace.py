@@ -94,6 +94,9 @@ class UserMetadata(_Model):
     tied_routing: Annotated[bool, Field(strict=True)] | None = Field(
         default=None, description="true if the model really shares routes between layers"
     )
+    repeated_tokens: Annotated[bool, Field(strict=True)] | None = Field(
+        default=None, description="true if the model really runs one token many times in a row, with the same routes"
+    )
 
     @field_validator("moe_layer_ids", mode="after")
     @classmethod

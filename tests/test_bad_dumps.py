@@ -450,3 +450,38 @@ def test_passes_of_several_requests_or_ranks_are_no_speculation(tmp_path, field)
     path.write_text("".join(json.dumps(one) + "\n" for one in records))
     with pytest.raises(RefusedDump, match="JSONL of no known layout"):
         ingest(path, DataFolder(tmp_path / "data"), UserMetadata())
+
+
+def token_lines(*fields: dict, tokens: int = 60) -> bytes:
+    """Token lines, of which the n-th has the n-th fields beside its own; the last fields go on."""
+    lines = []
+    for number, line in enumerate(tok_layers_dump(ROUTES[:tokens]).splitlines()):
+        lines.append(json.dumps({**json.loads(line), **fields[min(number, len(fields) - 1)]}))
+    return ("\n".join(lines) + "\n").encode()
+
+
+def test_the_number_of_experts_that_token_lines_say_is_held_against_ids_and_user(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(token_lines({"num_experts": 16, "req": "chat-1"}))
+    one = ingest(tmp_path / "a.jsonl", DataFolder(tmp_path / "taken"), UserMetadata())
+    assert (one.metadata.experts_per_layer[0], one.metadata.num_experts_source) == (16, "declared")
+    content = token_lines({"num_experts": 8})
+    assert "ids run 0..7" in refusal(tmp_path, content)
+    assert "you say num_experts = 16, the dump says 8" in refusal(tmp_path, content, num_experts=16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (({"num_experts": 16}, {"num_experts": 32}), "line 2: num_experts is 32, but the first line says 16 experts"),
+        (({}, {}, {"n_experts": 16}), "line 3: n_experts is 16, but the first line says no number of experts"),
+        (({"num_experts": "16"},), "line 1: num_experts is '16', wanted a whole number of 1..65535"),
+        (({"num_experts": 0},), "line 1: num_experts is '0', wanted a whole number of 1..65535"),
+        (({"num_experts": 16}, {"num_experts": 16.5}), "line 2: num_experts is '16.5', wanted a whole number"),
+        (({"req": 7}, {"req": 7}, {"req": 3}), "line 3: req is '3', before it was '7': tokens of several requests"),
+        (({"req_id": "a"}, {"req_id": "b"}), "line 2: req_id is 'b', before it was 'a': tokens of several requests"),
+        (({"request": "a"}, {"request": 1}), "line 2: request is '1', wanted a text or nothing"),
+        (({"request_id": [1]},), "line 1: request_id is '[1]', wanted a whole number or nothing"),
+    ],
+)
+def test_what_token_lines_say_beside_their_routes_is_not_passed_over(tmp_path, fields, words):
+    assert words in refusal(tmp_path, token_lines(*fields))

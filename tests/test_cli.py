@@ -168,6 +168,19 @@ def test_a_wrong_call_of_the_replayer_is_one_line_and_its_exit_code(capsys, tmp_
         (["ingest", "missing.npz"], 1, "missing.npz: No such file or directory; check the path"),
         (["ingest", "{dump}", "{dump}", "--trace-id", "x"], 2, "pass one dump"),
         (["ingest", "{dump}", "--meta", "colour=red"], 2, "colour: no such key"),
+        (["ingest", ""], 2, "DUMP: '', wanted a path"),
+        (["ingest", "{dump}", "--meta", "=3"], 2, "--meta '=3': wanted key=value"),
+        (["ingest", "{dump}", "--meta", "num_experts=many"], 2, "(found 'many'); correct it, or leave it out"),
+        (["ingest", "{dump}", "--trace-id", "A/b"], 2, "--trace-id 'A/b': wanted lower-case letters"),
+        (["ingest", "{dump}", "--layer-map", "4,3"], 2, "--layer-map: '4,3', wanted layer numbers"),
+        (["ingest", "{dump}", "--sequence-lengths", "-1"], 2, "--sequence-lengths"),
+        (["ingest", "{dump}", "--sequence-lengths", "0"], 1, "[0], which leave no token"),
+        (["ingest", "{dump}", "--strip-shared-experts", "17"], 2, "--strip-shared-experts: '17', wanted 1 to 16"),
+        (["ingest", "{dump}", "--max-ratio", "0"], 2, "--max-ratio: '0', wanted at least 1"),
+        (["ingest", "{dump}", "--model", "missing"], 1, "wanted a GGUF file, safetensors files"),
+        (["ingest", "{dump}", "--model", "tests"], 1, "a folder without safetensors files; wanted a GGUF file"),
+        (["inspect", "{dump}", "--imatrix", "tests"], 1, "wanted the GGUF that llama-imatrix wrote"),
+        (["ingest", "*.nothing"], 1, "matches no file, wanted the files of one dump"),
         (["run"], 1, "expert-tier ingest DUMP"),
         (["run", "--trace", "nobody"], 1, "no trace in"),
         (["query"], 2, "either SQL or --list"),
@@ -182,6 +195,13 @@ def test_a_wrong_call_of_expert_tier_is_one_line_and_its_exit_code(capsys, tmp_p
     assert (found, out) == (status, "")
     assert len(err.splitlines()) == 1, err
     assert named in err
+
+
+def test_a_data_folder_that_is_a_file_is_a_wrong_call(capsys, tmp_path, dump):
+    (tmp_path / "file").touch()
+    status, out, err = expert_tier(capsys, "ingest", dump, "--data", tmp_path / "file")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "a file, wanted a folder; choose another --data" in err
 
 
 def test_one_bad_dump_of_several_is_named_and_the_others_are_ingested(capsys, tmp_path, dump):

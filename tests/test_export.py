@@ -1,6 +1,7 @@
 """A trace written in another layout and ingested again is the same trace, or is refused with what cannot be held."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,29 @@ def test_the_command_writes_and_says_what_it_left_out(tmp_path, capsys):
     assert "npz_experts cannot hold" in error and error.count("\n") == 1
     assert main(["export", "nobody", "--format", "npz_experts", *out, *data]) == 2
     assert main(["export", trace_id, "--format", "open_jsonl", "--out", str(one.path), *data]) == 2
+
+
+def test_a_trace_is_exported_only_to_a_file_in_a_folder_that_is_there(tmp_path, capsys):
+    one = ingested(tmp_path, "a.csv", DUMPS["route_csv_v1"])
+    os.mkfifo(tmp_path / "pipe")
+    before = one.path.read_bytes()
+    for out, status, words in (
+        (tmp_path / "some" / "missing" / "b.csv", 2, f"there is no folder {tmp_path / 'some' / 'missing'}; make it"),
+        (tmp_path, 2, "a folder, wanted the name of a file"),
+        ("..", 2, "wanted the name of a file"),
+        ("", 2, "argument --out: '', wanted a path"),
+        (tmp_path / "pipe", 2, "no regular file"),
+        (one.path, 2, "which holds what the data folder keeps"),
+        (one.path.with_name("other.parquet"), 2, "which holds what the data folder keeps"),
+        (tmp_path / "a.csv" / "b.csv", 1, "it is in the way; choose another place"),
+    ):
+        call = ["export", one.metadata.trace_id, "--format", "open_jsonl", "--out", str(out)]
+        try:
+            found = main([*call, "--data", str(tmp_path / "data")])
+        except SystemExit as stop:
+            found = stop.code
+        assert found == status, out
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1, error
+    assert not (tmp_path / "some").exists()
+    assert one.path.read_bytes() == before

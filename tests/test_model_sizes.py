@@ -200,7 +200,10 @@ def test_the_text_model_of_a_nested_config_is_read(tmp_path):
         (b"{", "cannot be read"),
         (json.dumps(CONFIG | {"moe_layer_freq": [1]}).encode(), "no list of 4"),
         (json.dumps(CONFIG | {"num_hidden_layers": 10**9}).encode(), "1000000000 layers"),
-        (json.dumps(CONFIG | {"num_experts_per_tok": 10**6}).encode(), "top_k_model: Input should be less"),
+        (
+            json.dumps(CONFIG | {"num_experts_per_tok": 600, "n_routed_experts": 900}).encode(),
+            "top_k_model: Input should be less",
+        ),
         (json.dumps({"weight_map": {"a": "b"}}).encode(), "wanted under the name model.safetensors.index.json"),
         (gguf_model([Q8_0])[:60], "does not end within"),
         (b"something else", "neither GGUF nor safetensors"),
@@ -212,6 +215,55 @@ def test_what_is_no_model_file(tmp_path, content, reason):
     with pytest.raises(MalformedCheckpoint) as caught:
         read_model(tmp_path / "x")
     assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts": 9}, ("n_routed_experts is 8", "num_experts is 9")),
+        ({"num_local_experts": 16}, ("n_routed_experts is 8", "num_local_experts is 16")),
+        ({"num_experts": 8}, ()),
+        ({"num_experts": None, "num_local_experts": 0}, ()),
+        ({"moe_topk": 3}, ("num_experts_per_tok is 2", "moe_topk is 3")),
+        ({"moe_topk": [2, 2, 2]}, ()),
+        ({"n_layer": 5}, ("num_hidden_layers is 4", "n_layer is 5")),
+        ({"num_experts_per_tok": 9}, ("num_experts_per_tok is 9", "n_routed_experts is only 8")),
+        ({"first_k_dense_replace": 4}, ("first_k_dense_replace is 4", "4 hidden layers")),
+        ({"first_k_dense_replace": 61}, ("first_k_dense_replace is 61", "4 hidden layers")),
+        ({"mlp_only_layers": [7]}, ("mlp_only_layers names 7", "4 hidden layers")),
+        ({"mlp_only_layers": [1, 2, 3]}, ("first_k_dense_replace, mlp_only_layers leave none",)),
+        ({"n_routed_experts": "8"}, ("n_routed_experts is '8'", "whole number")),
+        ({"num_hidden_layers": -4}, ("num_hidden_layers is -4", "whole number")),
+        ({"num_experts_per_tok": 2.0}, ("num_experts_per_tok is 2.0", "whole number")),
+        ({"num_experts_per_tok": True}, ("num_experts_per_tok is True", "whole number")),
+    ],
+)
+def test_a_config_that_contradicts_itself_names_both_fields(tmp_path, changes, words):
+    path = config(tmp_path, **changes)
+    if not words:
+        assert read_model(path).num_experts == EXPERTS
+        return
+    with pytest.raises(MalformedCheckpoint) as caught:
+        read_model(path)
+    message = str(caught.value)
+    assert all(word in message for word in (str(path), *words)), message
+    assert "download the file again" in message
+
+
+def test_a_config_beside_safetensors_that_contradicts_itself(tmp_path):
+    index = shards(tmp_path, {1: EXPERTS, 2: EXPERTS, 3: EXPERTS})
+    config(tmp_path, num_experts=9)
+    with pytest.raises(MalformedCheckpoint, match="n_routed_experts is 8, but num_experts is 9"):
+        read_model(index)
+    config(tmp_path, num_experts_per_tok=9)
+    with pytest.raises(MalformedCheckpoint, match="num_experts_per_tok is 9, but n_routed_experts is only 8"):
+        read_model(index)
+
+
+def test_more_experts_per_token_than_the_tensors_have(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(gguf_model([Q8_0], experts=1))
+    with pytest.raises(MalformedCheckpoint, match="2 experts per token, but the layers have only 1"):
+        read_model(tmp_path / "x.gguf")
 
 
 def test_an_index_without_its_shards(tmp_path):

@@ -5,6 +5,7 @@ Numbers (#7 …) are those of the reported failures these files stand for; all f
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -283,6 +284,17 @@ def test_more_experts_than_the_type_holds_are_refused_by_the_range_check(capsys,
     assert "they wrapped" in line
 
 
+def test_experts_that_no_layer_chooses_are_named(tmp_path):
+    for experts, wanted in ((64, "ok"), (72, "ok"), (86, "warn"), (128, "warn"), (256, "warn")):
+        one = taken(tmp_path, npz(ARRAY, {"num_experts": experts}))
+        assert outcome(one, "expert ids in range") == wanted, experts
+    assert "256 experts are declared, but no id is above 63 in 6400 selections of 4 layers" in found(
+        one, "expert ids in range"
+    )
+    few = taken(tmp_path, npz(ARRAY[:, :20], {"num_experts": 256}))
+    assert outcome(few, "expert ids in range") == "ok"
+
+
 # Zeros (#7, #8, #9)
 
 
@@ -328,7 +340,7 @@ def test_lists_without_numbers_need_a_layer_map_and_take_it(capsys, tmp_path):
     assert refused(capsys, tmp_path, npz(ARRAY), "--layer-map", "1-3")[0] == "layers are numbered"
 
 
-@pytest.mark.parametrize("text", ["", "x", "3,,4", "9-3", "1-99999999"])
+@pytest.mark.parametrize("text", ["", "x", "3,,4", "9-3", "1-99999999", "4,3", "3,3", "1-4,2", "70000"])
 def test_a_layer_map_that_is_none_is_a_wrong_call(capsys, tmp_path, text):
     status, _, err = expert_tier(capsys, "inspect", written(tmp_path, npz(ARRAY)), "--layer-map", text)
     assert (status, err.count("\n")) == (2, 1)
@@ -358,6 +370,34 @@ def test_one_of_many_groups_of_equal_layers_is_named(capsys, tmp_path):
     name, line = refused(capsys, tmp_path, npz(array))
     assert name == "layers differ"
     assert "layers [2, 4] and 1 more groups are equal over 200 rows" in line
+
+
+@pytest.mark.parametrize("shift", [-2, -1, 0, 1, 2])
+@pytest.mark.parametrize(("odd", "wanted"), [(1, None), (15, "warn"), (60, "ok")])
+def test_a_layer_that_copies_another_but_for_few_rows_or_shifted(capsys, tmp_path, shift, odd, wanted):
+    array = ARRAY.copy()
+    array[3] = np.roll(ARRAY[1], shift, axis=0)
+    array[3, 20 : 20 + 2 * odd : 2] = ARRAY[2, 20 : 20 + 2 * odd : 2]
+    if wanted is not None:
+        assert outcome(taken(tmp_path, npz(array)), "layers differ") == wanted
+        return
+    if shift == 0 and odd == 1:
+        assert outcome(taken(tmp_path, npz(array), tied_routing=True), "layers differ") == "warn"
+    name, line = refused(capsys, tmp_path, npz(array))
+    assert name == "layers differ"
+    apart = f", {abs(shift)} row{'s' * (abs(shift) > 1)} apart," if shift else ""
+    assert f"layers [1, 3]{apart} are equal in " in line
+    assert "one is a copy of the other" in line
+
+
+def test_layers_that_collapsed_to_the_same_experts_are_no_copies(tmp_path):
+    array = ARRAY.copy()
+    for layer, offset in ((1, 0), (3, 7)):
+        array[layer] = np.arange(TOP_K) * 3
+        array[layer, 20 + offset :: 20] = ARRAY[layer, 20 + offset :: 20]
+    one = taken(tmp_path, npz(array))
+    assert outcome(one, "layers differ") == "ok"
+    assert outcome(one, "no routing collapse") == "warn"
 
 
 # Warm-up (#15)
@@ -425,9 +465,16 @@ def test_padding_is_cut_by_the_lengths_the_user_says(capsys, tmp_path):
     assert "one for each" in refused(capsys, tmp_path, content, "--meta", "sequence_lengths=[]")[1]
 
 
-def test_tokens_that_count_up_inside_a_request_are_no_padding(tmp_path):
+@pytest.mark.parametrize("apart", [1, 2, 7])
+@pytest.mark.parametrize("running", [True, False], ids=["arange", "0..k-1"])
+def test_padding_inside_a_request_is_refused(capsys, tmp_path, running, apart, monkeypatch):
+    monkeypatch.setattr("pipeline.dumps.npz.ROWS_PER_BLOCK", 28)
     array = ARRAY.copy()
-    array[:, 90:100] = padded(ARRAY, 10, 0, running=True)[:, :10]
+    array[:, 90 : 90 + 10 * apart : apart] = padded(ARRAY, 10, 0, running=running)[:, :10]
+    name, line = refused(capsys, tmp_path, npz(array))
+    assert name == "no padding rows"
+    assert "from step 90 on: 10 of 200 tokens inside requests have consecutive ids in every layer" in line
+    array[:, 93 : 90 + 10 * apart] = ARRAY[:, 93 : 90 + 10 * apart]
     assert outcome(taken(tmp_path, npz(array)), "no padding rows") == "ok"
 
 
@@ -488,6 +535,78 @@ def test_a_graph_that_writes_one_token_s_routes_again_is_named_in_decode(tmp_pat
     one = taken(tmp_path, route_csv_dump(prefill, decode + [decode[-1]] * 40, experts=32))
     assert outcome(one, "no frozen rows") == "warn"
     assert "graph" in found(one, "no frozen rows")
+
+
+DEEP = np.array(random_routes(TOKENS, 16, 32, 4, seed=3), dtype=np.int16).transpose(1, 0, 2)  # (L, T, k)
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [(2, "ok"), (3, "warn"), (7, "warn"), (8, None), (12, None)])
+@pytest.mark.parametrize("rows_per_block", [28, 10**5])
+def test_a_buffer_that_was_not_written_again_is_refused_in_many_layers(
+    capsys, tmp_path, monkeypatch, rows, wanted, rows_per_block
+):
+    monkeypatch.setattr("pipeline.dumps.npz.ROWS_PER_BLOCK", rows_per_block)
+    array = DEEP.copy()
+    array[:, 100 : 100 + rows] = array[:, 100:101]
+    if wanted is None:
+        name, line = refused(capsys, tmp_path, npz(array))
+        assert name == "no frozen rows"
+        assert f"from step 100 on: {rows} tokens in a row choose the same experts in all 16 layers" in line
+        one = taken(tmp_path, npz(array), repeated_tokens=True)
+    else:
+        one = taken(tmp_path, npz(array))
+    assert outcome(one, "no frozen rows") == (wanted or "warn")
+    assert found(one, "no frozen rows").startswith(f"{rows} in every layer (from step 100 on), ")
+    # One layer that goes on tells that the buffer was written.
+    array[5] = DEEP[5]
+    assert outcome(taken(tmp_path, npz(array)), "no frozen rows") == "ok"
+
+
+def test_a_router_that_repeats_by_itself_is_not_refused(tmp_path):
+    array = DEEP.copy()
+    array[:, 100:112] = array[:, 100:101]
+    for begin in (20, 40):
+        array[:, begin : begin + 2] = array[:, begin : begin + 1]
+    assert outcome(taken(tmp_path, npz(array)), "no frozen rows") == "warn"
+    # A toy of few layers does so without a word, as the bundled sample does; a repetition that stands alone is named.
+    assert outcome(taken(tmp_path, npz(array[:8])), "no frozen rows") == "ok"
+    array = DEEP[:8].copy()
+    array[:, 100:110] = array[:, 100:101]
+    assert outcome(taken(tmp_path, npz(array)), "no frozen rows") == "warn"
+
+
+def test_the_frozen_rows_of_one_request_among_others_are_found():
+    block = rows_block(DEEP)
+    others = np.arange(TOKENS) % 3
+    array = DEEP.copy()
+    mine = np.flatnonzero(others == 1)[20:30]
+    array[:, mine] = array[:, mine[:1]]
+    ids = array.transpose(1, 0, 2).reshape(block.rows, -1).astype(np.int32)
+    requests = np.repeat(others, 16)
+    with pytest.raises(MalformedDump, match=rf"from step {mine[0]} on, request 1: 10 tokens in a row") as caught:
+        validator_of(replace(block, expert_ids=ids, request=requests)).checks()
+    assert caught.value.check == "no frozen rows"
+
+
+def test_prefill_and_decode_of_one_step_are_different_tokens():
+    routes = DEEP[:, :40].transpose(1, 0, 2)  # (T, L, k)
+    frozen = np.broadcast_to(routes[39], (10, 16, 4))
+    ids, step, layer, phase = [], [], [], []
+    for number in range(10):
+        for code, rows in ((0, routes[2 * number : 2 * number + 2]), (1, frozen[number : number + 1])):
+            for place in range(16):
+                ids += list(rows[:, place])
+                step += [number] * len(rows)
+                layer += [place] * len(rows)
+                phase += [code] * len(rows)
+    rows = len(ids)
+    block = RowBlock(
+        step=np.array(step), pass_in_step=np.zeros(rows, dtype=np.int32), layer=np.array(layer, dtype=np.int32),
+        request=np.array(phase), position=None, phase=np.array(phase, dtype=np.int8),
+        expert_ids=np.array(ids, dtype=np.int32), weights=None,
+    )  # fmt: skip
+    with pytest.raises(MalformedDump, match="from step 0 on, request 1: 10 tokens in a row"):
+        validator_of(block).checks()
 
 
 def test_selections_that_are_not_rows_times_k_in_every_layer_are_refused():
@@ -612,6 +731,10 @@ def test_what_is_said_twice_must_be_the_same(capsys, tmp_path):
         assert status == 2
         assert "is said twice" in err
     status, _, err = expert_tier(capsys, "inspect", tmp_path / "dump.bin", "--layer-map", "3,2,1")
+    assert (status, err.splitlines()) == (2, [err.strip()])
+    assert "--layer-map: '3,2,1', wanted layer numbers of at most 65535 that ascend without repeats" in err
+    said = ("--meta", "moe_layer_ids=[3,2,1]")
+    status, _, err = expert_tier(capsys, "inspect", tmp_path / "dump.bin", *said)
     assert (status, err.splitlines()) == (2, [err.strip()])
     assert "--meta moe_layer_ids: moe_layer_ids must ascend without repeats" in err
 

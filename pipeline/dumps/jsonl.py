@@ -39,6 +39,10 @@ COUNT_KEYS = {"routed", "counts", "expert_counts", "logical_count", "expert_acti
 _OF_OTHERS = {"request_id", "req_id", "request", "rank", "phase", "num_experts", "predicted", "token", "position"}
 """Fields that say what this layout cannot hold: records of several requests or ranks are no passes of one stream."""
 
+_EXPERTS_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "n_experts", "n_expert")
+_REQUEST_KEYS = ("request_id", "req_id", "request", "req")
+"""Fields of token lines that say what else they may be: how many experts there are, and whose token it is."""
+
 BLOCK_BYTES = 4 * 1024 * 1024
 _TELLING_COPIES = 4
 """Ids of a pass from which on its repetition in the same iteration is a copy: 4 ids of 16 experts agree by chance once
@@ -52,21 +56,40 @@ def parse_tokens(dump: DumpFile, asked: Asked) -> ParsedDump:
     Raises:
         MalformedDump: a line that is no such object, or lines of different shapes.
     """
-    layers = _first_object(dump)["layers"]
+    first = _first_object(dump)
+    layers, said = first["layers"], {key: first[key] for key in _EXPERTS_KEYS if first.get(key) is not None}
+    num_experts = next(iter(said.values()), None)
+    if num_experts is not None and not (is_integer(num_experts) and 0 < num_experts < 2**16):
+        raise MalformedDump(
+            f"{dump.path}, line 1: {next(iter(said))} is {str(num_experts)[:40]!r}, wanted a whole number of 1..65535; "
+            "correct it, or leave it out"
+        )
     if not layers or not isinstance(layers[0], list) or not layers[0]:
         raise MalformedDump(f"{dump.path}, line 1: layers lists no experts; wanted one list of ids per layer")
     shape = (len(layers), len(layers[0]))
     return ParsedDump(
         format="jsonl_tok_layers",
-        blocks=_token_blocks(dump, shape),
+        blocks=_token_blocks(dump, shape, num_experts, first),
         top_k=shape[1],
+        num_experts=num_experts,
         layers_are_ordinals=True,
         pass_boundaries="assumed_per_token",
     )
 
 
-def _token_blocks(dump: DumpFile, shape: tuple[int, int]) -> Iterator[RowBlock]:
-    schema = pa.schema([("tok", pa.int64()), ("layers", pa.list_(pa.list_(pa.int32())))])
+def _token_blocks(
+    dump: DumpFile, shape: tuple[int, int], num_experts: int | None, first: dict[str, Any]
+) -> Iterator[RowBlock]:
+    # What every line must say alike, where it says it; names of requests may be texts.
+    alike: dict[str, object] = dict.fromkeys(_EXPERTS_KEYS, num_experts)
+    named = {key: pa.string() for key in _REQUEST_KEYS if isinstance(first.get(key), str)}
+    schema = pa.schema(
+        [
+            ("tok", pa.int64()),
+            ("layers", pa.list_(pa.list_(pa.int32()))),
+            *((key, named.get(key, pa.int64())) for key in (*_EXPERTS_KEYS, *_REQUEST_KEYS)),
+        ]
+    )
 
     def fault(value: object) -> str | None:
         if not isinstance(value, dict) or not is_integer(value.get("tok")) or not isinstance(value.get("layers"), list):
@@ -79,6 +102,21 @@ def _token_blocks(dump: DumpFile, shape: tuple[int, int]) -> Iterator[RowBlock]:
                 return f"layer list {layer} has {found[layer]} ids, wanted {shape[1]}"
             if not all(is_integer(expert) and abs(expert) < 2**31 for expert in ids):
                 return f"layer list {layer} is {str(ids)[:80]}, wanted whole numbers"
+        for key in schema.names[2:]:
+            said = value.get(key)
+            if said is None:
+                continue
+            if (key in named and not isinstance(said, str)) or (key not in named and not is_integer(said)):
+                return f"{key} is {str(said)[:40]!r}, wanted a {'text' if key in named else 'whole number'} or nothing"
+            if alike.setdefault(key, said) == said:
+                continue
+            if key in _EXPERTS_KEYS:
+                before = "says no number of experts" if num_experts is None else f"says {num_experts} experts"
+                return f"{key} is {said}, but the first line {before}; say the same in every line"
+            return (
+                f"{key} is {str(said)[:40]!r}, before it was {str(alike[key])[:40]!r}: tokens of several requests, "
+                "which this layout cannot tell apart; write one request a file, or the open format (README)"
+            )
         return None
 
     layers, top_k = shape
@@ -95,6 +133,10 @@ def _token_blocks(dump: DumpFile, shape: tuple[int, int]) -> Iterator[RowBlock]:
             and _uniform(lists, layers)
             and _uniform(inner, top_k)
         )
+        for key in schema.names[2:]:
+            if batch.column(key).null_count < tokens:
+                values = batch.column(key).drop_null().unique()
+                whole = whole and len(values) == 1 and alike.setdefault(key, values[0].as_py()) == values[0].as_py()
         if not whole:
             raise first_bad_line(dump, lambda line: json_fault(line, fault))
         position = batch.column("tok").to_numpy()
