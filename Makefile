@@ -7,12 +7,13 @@ PORT ?= 3000
 # Tests that replay nothing natively and time nothing, in two parts. Of the others most need the machine's one lock;
 # those of the graph and the command line are there since both lanes then take as long.
 PURE_1 := $(patsubst %,tests/test_%.py,accounting bad_dumps benefit boundaries canonical checkpoints containers curves \
-  disclosure docs dumps dumps_hooks dumps_llama_cpp dumps_megatron dumps_repeats dumps_rl dumps_router_logits dumps_sglang \
+  decoder disclosure docs dumps dumps_hooks dumps_llama_cpp dumps_megatron dumps_repeats dumps_rl \
+  dumps_router_logits dumps_sglang \
   dumps_tensorrt_llm dumps_vllm experiment_report export fuzz_dumps hit_curves hostile intervals inversion libcachesim \
   locality lookahead lookahead_cli lookahead_effect lookahead_report model_sizes open_format plan policies predictors \
   prefetch priorities)
 PURE_2 := $(patsubst %,tests/test_%.py,lab_report published_values quantities queues reclaim_report reclaim_views report \
-  sample schemas simulate simulate_cli streams sweep trace user_cache validator warehouse)
+  sample schemas simulate simulate_cli streams sweep token_identity trace user_cache validator warehouse)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test test-native test-guests test-pure-1 test-pure-2 types dev bench lab-setup lab format clean

@@ -73,6 +73,8 @@ exit codes: 0 done, 1 the work failed (bad data, interrupted), 2 the call was wr
 """
 
 MAX_ROWS_SHOWN = 200
+MOST_TOKENS = 100_000
+"""That `capture` decodes."""
 # Plain memory as destination: torch would take more memory than the whole pool of the sample.
 _DEMO_CONDITIONS = Conditions(steps="0:200", device="none", wait_s=10)
 _MODEL_HELP = (
@@ -122,6 +124,21 @@ def _parser() -> argparse.ArgumentParser:
     _add_said(command)
     command.add_argument("--model", type=_path, metavar="PATH", help=_MODEL_HELP)
     _add_unpacking(command)
+    command.add_argument("--json", action="store_true", help="print one JSON document")
+
+    command = add(
+        "capture",
+        _capture,
+        "Decodes a model on prompts, keeps its routes as a dump and a trace each, and runs the analyses: from a model "
+        "to the report.",
+    )
+    command.add_argument("model", type=_path, metavar="MODEL", help="a folder with config.json and safetensors files")
+    command.add_argument("prompts", nargs="+", type=_path, metavar="PROMPT", help="a file of text to go on from")
+    command.add_argument("--tokens", type=count, default=64, metavar="N", help="tokens to decode each (default 64)")
+    command.add_argument(
+        "--lookahead", action="store_true", help="also let each layer's input name the next layer's experts, as a plan"
+    )
+    command.add_argument("--dtype", choices=("checkpoint", "float32"), default="checkpoint", help="to compute in")
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
     command = add(
@@ -369,6 +386,45 @@ def _ingest(arguments: argparse.Namespace) -> int:
             for warning in one.warnings:
                 print(f"  note: {printable(warning)}")
     return 1 if failures else 0
+
+
+def _capture(arguments: argparse.Namespace) -> int:
+    data = _folder(arguments)
+    if not 2 <= arguments.tokens <= MOST_TOKENS:
+        raise WrongCall(f"--tokens {arguments.tokens}, wanted 2 to {MOST_TOKENS:,}: the first comes of the prompt")
+    # Seconds of import, which other commands do without.
+    from pipeline.capture import capture
+    from replayer.request import UnusableReplay
+    from replayer.seat import NotServed
+
+    captured: list[Ingested] = []
+    try:
+        with _Progress(f"decoding {name_of(arguments.model)}"):
+            dumps = capture(
+                arguments.model,
+                arguments.prompts,
+                arguments.tokens,
+                data.dumps,
+                dtype=arguments.dtype,
+                lookahead=arguments.lookahead,
+            )
+            captured.extend(ingest(dump, data, read_user_metadata(dump, [])) for dump in dumps)
+    except (UnusableReplay, NotServed) as error:
+        raise WorkFailed(str(error)) from error
+    document = _materialize(data, [one.metadata.trace_id for one in captured])
+    if arguments.json:
+        print(json.dumps({"captured": [_ingested_document(one) for one in captured], **document}))
+        return 0
+    for one in captured:
+        counts = one.metadata.counts
+        print(
+            f"{one.metadata.trace_id}: {counts.rows:,} rows, {counts.steps:,} steps, {counts.accesses:,} accesses → "
+            f"{one.path}"
+        )
+        for warning in one.warnings:
+            print(f"  note: {printable(warning)}")
+    print(f"report: {document['report']}")
+    return 0
 
 
 def _ingested_document(one: Ingested) -> dict[str, Any]:

@@ -87,7 +87,8 @@ class Recording:
 
     arrays: those of `loop.Results`, of the measured pass (of the warm-up pass if the run ended in it). cold, warm,
     before, after: snapshots of the measuring process, null if it did not get there. pool_files: (size, ctime_ns,
-    inode) of each file, before and after, null if it is not there.
+    inode) of each file, before and after, null if it is not there. asker_cpu_ns: processor time, in the last pass, of
+    the process that asked for events one by one, null where the whole schedule was known.
     """
 
     request: Request
@@ -133,6 +134,7 @@ class Recording:
     pool_files_after: list[tuple[int, int, int] | None] = field(default_factory=list)
     group_oom_kills: int | None = None
     unsuitable_storage: str | None = None
+    asker_cpu_ns: int | None = None
 
     @property
     def capacity_bytes(self) -> int | None:

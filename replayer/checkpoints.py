@@ -169,7 +169,7 @@ def find_experts(model: Path) -> Experts:
         raise MalformedCheckpoint(
             f"{model}: no such file or folder; wanted a folder of safetensors files, one such file, or a GGUF file"
         )
-    names = _files_of(model)
+    names = files_of(model)
     paths = [_real(path) for path in names]
     headers = [read_header(path) for path in paths]
     declared = _declared_by_gguf(headers) if headers[0].kind == "gguf" else _declared_by_config(names[0].parent)
@@ -227,7 +227,7 @@ def slices_in_file(path: Path, experts_per_layer: Mapping[int, int]) -> dict[tup
     return found
 
 
-def _files_of(model: Path) -> list[Path]:
+def files_of(model: Path) -> list[Path]:
     """The files of a checkpoint in their order, by the names they have there and not by those they link to."""
     if not model.is_dir():
         match = _NUMBERED.fullmatch(model.name)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from replayer.capacity import NotEnforceable
 from replayer.command import Parser, run
+from replayer.decode_cli import add_decode_command
 from replayer.experiment import UnusableExperiment
 from replayer.guest import GuestFailed
 from replayer.lab_cli import add_lab_command
@@ -15,6 +16,7 @@ from replayer.pool_cli import add_pool_commands
 from replayer.probe_cli import add_probe_command
 from replayer.replay_cli import add_replay_command
 from replayer.request import UnusableReplay
+from replayer.seat import NotServed
 from replayer.simulate import UnusableRequest
 from replayer.simulate_cli import add_simulate_commands
 from replayer.streams import UnmatchedTraces
@@ -27,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     add_simulate_commands(commands)
     add_pool_commands(commands)
     add_replay_command(commands)
+    add_decode_command(commands)
     add_probe_command(commands)
     add_lab_command(commands)
     return parser
@@ -54,5 +57,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             UnusableExperiment,
             NotEnforceable,
         ),
-        failed=(MalformedTrace, MalformedPlan, MalformedPool, GuestFailed, SetupRefused),
+        failed=(MalformedTrace, MalformedPlan, MalformedPool, GuestFailed, SetupRefused, NotServed),
     )

@@ -82,6 +82,12 @@ def allocate(kind: str, num_threads: int, num_slots: int, slot_bytes: int) -> Re
     )
 
 
+def nowhere(slots: npt.NDArray[np.uint8], num_threads: int) -> Region:
+    """Slots of somebody else, who copies from them what is wanted elsewhere."""
+    nothing = np.zeros(num_threads, dtype=np.int64)
+    return Region(slots, nothing, nothing.copy())
+
+
 def _slots(whole: npt.NDArray[np.uint8], num_threads: int, num_slots: int, slot_bytes: int) -> npt.NDArray[np.uint8]:
     """The aligned part of `whole` as (threads, slots, bytes), backed by huge pages where possible, touched."""
     address = whole.ctypes.data

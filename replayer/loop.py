@@ -79,6 +79,7 @@ c_syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 
 _c_mincore: Any = types.ExternalFunction("mincore", types.int32(types.int64, types.int64, types.int64))
 _c_barrier_wait: Any = types.ExternalFunction("pthread_barrier_wait", types.int32(types.int64))
 c_sem_post: Any = types.ExternalFunction("sem_post", types.int32(types.int64))
+_c_sem_wait: Any = types.ExternalFunction("sem_wait", types.int32(types.int64))
 
 
 class Schedule(NamedTuple):
@@ -199,7 +200,8 @@ class Setting(NamedTuple):
     announce_bytes: pieces in which a read is announced (POSIX_FADV_WILLNEED) right before it, 0 = not; verify:
     VERIFY_…; copy, synchronize: addresses of cudaMemcpyAsync and cudaStreamSynchronize or the like, 0 for none;
     hint_semaphore: address of the sem_t that wakes the worker who delivers hints, 0 for none; hint_slots: places of
-    its queue, 0 for one slot that a newer hint overwrites.
+    its queue, 0 for one slot that a newer hint overwrites; asked, served: addresses of the sem_t that says that the
+    schedule has a further event, and of the one that is told when it is over, 0 where the whole schedule is known.
     """
 
     barrier: int
@@ -215,10 +217,13 @@ class Setting(NamedTuple):
     synchronize: int
     hint_semaphore: int
     hint_slots: int
+    asked: int = 0
+    served: int = 0
 
 
 class Destinations(NamedTuple):
-    """Where the bytes go. slots: (T, slots of a thread, bytes) uint8; scratch: (T, SCRATCH_BYTES) uint8, aligned.
+    """Where the bytes go. slots: (T, slots of a thread, bytes) uint8, or (accesses of an event, 1, bytes) where events
+    are asked for and their bytes taken; scratch: (T, SCRATCH_BYTES) uint8, aligned.
 
     vector: (T, V) uint8 for mincore; device_address, stream: (T,) of the accelerator, unused without one.
     """
@@ -581,7 +586,10 @@ def _access(  # type: ignore[no-untyped-def]
     False if it failed.
     """
     obj = schedule.objects[access]
-    slot = destinations.slots[thread, turn % destinations.slots.shape[1]]
+    if setting.asked != 0:
+        slot = destinations.slots[access - schedule.event_first_access[event], 0]
+    else:
+        slot = destinations.slots[thread, turn % destinations.slots.shape[1]]
     scratch = destinations.scratch[thread]
     first, end = extents.object_first_extent[obj], extents.object_first_extent[obj + 1]
     path = np.int64(extents.path[obj])
@@ -693,8 +701,19 @@ def _hand_over(place, hints, setting):  # type: ignore[no-untyped-def]
 def _begin(step, schedule, setting, results):  # type: ignore[no-untyped-def]
     """A step begins with its first decision; thread 0, while the others wait."""
     first = schedule.step_first_event[step]
-    if setting.decide != 0 and first < schedule.step_first_event[step + 1]:
+    if setting.decide != 0 and setting.asked == 0 and first < schedule.step_first_event[step + 1]:
         _decide(first, setting, results)
+
+
+@numba.njit(cache=True, nogil=True)
+def _await(step, event, schedule, setting, results, clock):  # type: ignore[no-untyped-def]
+    """Waits until an event is asked for; thread 0, while the others wait. A step begins when its first event is."""
+    while _c_sem_wait(setting.asked) != 0:
+        pass
+    if event == schedule.step_first_event[step]:
+        results.step_begin_ns[step] = now_ns(clock)
+    if setting.decide != 0 and results.control[STOP] == 0:
+        _decide(event, setting, results)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -736,6 +755,10 @@ def work(  # type: ignore[no-untyped-def]
         for event in range(schedule.step_first_event[step], schedule.step_first_event[step + 1]):
             turn = 0
             quit_slot = QUIT_EVEN + event % 2
+            if setting.asked != 0:
+                if thread == 0:
+                    _await(step, event, schedule, setting, results, clock)
+                _c_barrier_wait(setting.barrier)
             while True:
                 access = schedule.event_first_access[event] + add_to_word(tickets + 8 * event, 1)
                 if access >= schedule.event_first_access[event + 1]:
@@ -761,13 +784,15 @@ def work(  # type: ignore[no-untyped-def]
                 if load_word(stop) != 0:
                     results.control[quit_slot] = 1
                 results.control[EVENTS_DONE] = event + 1
-            if setting.decide != 0 and event + 1 < schedule.step_first_event[step + 1]:
+            if setting.decide != 0 and setting.asked == 0 and event + 1 < schedule.step_first_event[step + 1]:
                 # The last to arrive decides the next event; the others sleep once, as without a policy.
                 arrived = add_to_word(results.control.ctypes.data + 8 * ARRIVED, 1)
                 is_last = arrived % len(results.digest) == len(results.digest) - 1
                 if is_last and results.control[quit_slot] == 0 and not _decide(event + 1, setting, results):
                     results.control[quit_slot] = 1
             _c_barrier_wait(setting.barrier)
+            if setting.served != 0 and thread == 0:
+                c_sem_post(setting.served)
             if results.control[quit_slot] != 0:
                 return
             if setting.hint_semaphore != 0 and thread == 0:
@@ -835,7 +860,7 @@ def compile_ahead() -> None:
     )  # fmt: skip
     setting = Setting(
         barrier=1, decide=0, decide_on=0, page_bytes=page_bytes, residency=RESIDENCY_NONE, advice=-1, observe_every=0,
-        announce_bytes=0, verify=VERIFY_NONE, copy=0, synchronize=0, hint_semaphore=0, hint_slots=0,
+        announce_bytes=0, verify=VERIFY_NONE, copy=0, synchronize=0, hint_semaphore=0, hint_slots=0, asked=0, served=0,
     )  # fmt: skip
     destinations = Destinations(
         slots=bytes_.reshape(1, 1, 64), scratch=bytes_, vector=bytes_, device_address=longs, stream=longs

@@ -24,8 +24,9 @@ import numpy.typing as npt
 from replayer import loop
 from replayer.arena import Arena
 from replayer.capacity import bind_memory, die_with_parent, raise_own_oom_score
-from replayer.device import Locked, NoAccelerator, NotLockable, Region, allocate, lock
+from replayer.device import Locked, NoAccelerator, NotLockable, Region, allocate, lock, nowhere
 from replayer.owners import NotDeliverable, ReadPathRefused, advice_of, map_files, open_files
+from replayer.seat import Seat
 
 _VECTOR_PAGES = 4096
 
@@ -92,7 +93,12 @@ class Measurement:
             self.hints = loop.Hints(*(self.arrays[f"hints_{name}"] for name in loop.Hints._fields))
             largest = int(self.extents.wanted.max(initial=0))
             self.worker = Worker(spec["delivery"], int(spec["piece_bytes"]), largest)
-        self.region: Region = allocate(spec["device"], threads, int(spec["slots"]), int(spec["slot_bytes"]))
+        self.seat = None if spec["seat"] is None else Seat.attach(**spec["seat"])
+        self.region: Region = (
+            allocate(spec["device"], threads, int(spec["slots"]), int(spec["slot_bytes"]))
+            if self.seat is None
+            else nowhere(self.seat.slots, threads)
+        )
         self.destinations = loop.Destinations(
             slots=self.region.slots,
             # Written to: memory that is touched only later would be missing from what is measured before the limit.
@@ -146,6 +152,8 @@ class Measurement:
             synchronize=self.region.synchronize,
             hint_semaphore=0 if self.worker is None else self.worker.semaphore,
             hint_slots=int(self.spec["hint_slots"] or 0),
+            asked=0 if self.seat is None else self.seat.asked_address,
+            served=0 if self.seat is None else self.seat.served_address,
         )
 
     def _compile(self) -> None:

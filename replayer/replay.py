@@ -43,6 +43,7 @@ from replayer.machine import Storage, direct_io_alignment, machine_row
 from replayer.nodes import available_bytes, left_out_bytes, memory_nodes
 from replayer.offline import OfflineBlocks
 from replayer.owners import (
+    ReadPlan,
     default_miss_path,
     has_table,
     holds_memory,
@@ -52,10 +53,12 @@ from replayer.owners import (
     ways_of,
 )
 from replayer.plan import read_plan
+from replayer.policies import knows_future
 from replayer.pool import Pool, UnsuitableStorage, check_against_trace, check_files, check_planned, pool_storages
 from replayer.proofs import Proof, prove, replayed_events, selected_events, verdicts
 from replayer.reclaim import node_rows, reclaim_rows
-from replayer.request import Request, UnusableReplay, check_request
+from replayer.request import Request, UnusableReplay, check_request, fits_a_table
+from replayer.seat import Asking, NotServed, Seat
 from replayer.simulate import UnusableRequest, Window, prepare
 from replayer.trace import Trace
 
@@ -83,6 +86,9 @@ _STEP_COUNTERS = (
 _RUN_COUNTERS = (("status", "/proc/self/status"), ("cpu", "/proc/stat"))
 _GROUP_PRESSURES = (("group_memory_pressure", "memory.pressure"), ("group_io_pressure", "io.pressure"))
 _THREAD_IO_BYTES = 512
+_OF_AN_ACCESS = frozenset(
+    {"objects", "begin_ns", "end_ns", "returned", "missing_pages", "path", "decided_address", "decided_was_hit"}
+)
 _MACHINE_LOCK = "\0expert-tier-replay"
 _RESIDENCY = {"cachestat": loop.RESIDENCY_CACHESTAT, "mincore": loop.RESIDENCY_MINCORE}
 _OBSERVE_EVERY = {"none": 0, "sample": SAMPLE_EVERY, "every": 1}
@@ -141,6 +147,85 @@ def replay(
             for _ in _record(tenant.recording, arena, tenant.storages, progress):
                 pass
             return tenant.account(repeat, keeps_accesses)
+
+
+def replay_as_asked(
+    planned: Trace,
+    pool: Pool,
+    request: Request,
+    *,
+    event_slots: int,
+    ask: Callable[[Asking, ReadPlan], None],
+    asked: Callable[[], Trace],
+    wait_s: float = 0,
+) -> tuple[Run, Asking]:
+    """Serves the events that `ask` asks for, which nobody knows before; call from the main thread.
+
+    `planned` has the events that will come, in order, with as many accesses each as there may be; `ask` is called once
+    for each pass and asks for all of them; `asked` is then the trace of what it asked for, by which the run is
+    accounted for and proven as a replay of it would be. An event has at most `event_slots` accesses. Also gives back
+    the times of each event of the last pass.
+
+    Raises:
+        UnusableReplay: also for an owner that must know the future. NotServed: the run did not complete; says why.
+        And as `replay`.
+    """
+    _check_knows_no_future(request)
+    tenant = _Tenant.of(planned, pool, request)
+    with _alone([pool], wait_s), terminate_as_interrupt(), contextlib.ExitStack() as stack:
+        remove_leftovers()
+        tenant.check_storage()
+        loop.compile_ahead()
+        recording = tenant.recording
+        arena = stack.enter_context(_arena_of(recording))
+        recording.arrays = arena.arrays
+        # Locked memory is filled through the slots, one a thread.
+        seat = Seat.create(max(event_slots, request.threads), recording.reads.slot_bytes)
+        stack.callback(seat.close)
+        asking = Asking(seat, arena.arrays)
+        for _ in _record(recording, arena, tenant.storages, None, asking=asking, ask=ask):
+            pass
+        if recording.status == "interrupted":
+            raise KeyboardInterrupt
+        if recording.status != "complete":
+            raise NotServed(str(recording.failure))
+        tenant.recording = _as_asked(recording, asked())
+        return tenant.account(0, False), asking
+
+
+def _check_knows_no_future(request: Request) -> None:
+    """Refuses what needs the events before they come.
+
+    Raises:
+        UnusableReplay: says which.
+    """
+    if request.policy is not None and knows_future(request.policy):
+        raise UnusableReplay(f"--policy {request.policy}, which knows the future, and a decode's comes with its tokens")
+    tables = [("--fit", request.fit or "same")] if fits_a_table(request) else []
+    tables += [("--admit", request.admit)] if request.admit is not None else []
+    for option, said in tables:
+        if said == "same" or said.startswith(("same:", "first:")):
+            raise UnusableReplay(
+                f"{option} {said} would be fitted on events that are still to come; name another trace of this model"
+            )
+    if request.plan is not None:
+        raise UnusableReplay("--plan names events of a trace, and a decode makes its own; leave it out")
+    if request.destination == "cuda":
+        raise UnusableReplay("--device cuda of a replay; a decode takes its bytes out of plain memory")
+
+
+def _as_asked(recording: Recording, trace: Trace) -> Recording:
+    """The recording of a run whose events turned out to be those of `trace`."""
+    told = _plan(trace, recording.pool, recording.request)
+    accesses, planned = len(told.walk.objects), len(recording.walk.objects)
+    arrays = {
+        name: array[:accesses] if len(array) == planned and name in _OF_AN_ACCESS else array
+        for name, array in recording.arrays.items()
+    }
+    return dataclasses.replace(
+        recording, trace=trace, walk=told.walk, choice=told.choice, arrays=arrays, step_begin=told.step_begin,
+        step_end=told.step_end,
+    )  # fmt: skip
 
 
 def replay_together(
@@ -615,6 +700,9 @@ def _record(
     storages: Sequence[Storage],
     progress: Progress | None,
     shared: Group | None = None,
+    *,
+    asking: Asking | None = None,
+    ask: Callable[[Asking, ReadPlan], None] | None = None,
 ) -> Iterator[None]:
     """Runs the measuring process and notes in `recording` what came of it.
 
@@ -634,7 +722,7 @@ def _record(
                 if request.outer_group_bytes is not None:
                     outer = group
                     outer.set_limit_bytes(request.outer_group_bytes)
-            child = stack.enter_context(_Child(recording, arena, storages, group))
+            child = stack.enter_context(_Child(recording, arena, storages, group, asking))
             ready = child.expect("ready")
             recording.files_stay_open = bool(ready["files_stay_open"])
             _note_own_memory(recording, ready, None if shared is not None else group)
@@ -651,6 +739,7 @@ def _record(
                 yield
             recording.cold = child.expect("cold")["snapshot"]
             if request.warm_pass:
+                _have_asked(recording, asking, ask)
                 warm = child.expect("warm", progress=progress, what="warm-up pass")
                 recording.warm = recording.before = warm["snapshot"]
             else:
@@ -660,6 +749,7 @@ def _record(
                 yield
                 child.tell("measure")
                 yield
+            _have_asked(recording, asking, ask)
             done = child.expect("done", progress=progress, what="measured pass")
             recording.after, recording.span, recording.decide_ns = done["after"], done["span"], done["decide_ns"]
             recording.delivery_error = done["delivery_error"]
@@ -673,6 +763,17 @@ def _record(
             recording.status, recording.failure = ended.status, ended.message
         if group is not None:
             recording.group_oom_kills = group.oom_kills()
+
+
+def _have_asked(recording: Recording, asking: Asking | None, ask: Callable[[Asking, ReadPlan], None] | None) -> None:
+    """Has all events of a pass asked for, where somebody does; a loop that ended before says itself why."""
+    if asking is None or ask is None:
+        return
+    asking.rewind()
+    begin_ns = time.process_time_ns()
+    with contextlib.suppress(NotServed):
+        ask(asking, recording.reads)
+    recording.asker_cpu_ns = time.process_time_ns() - begin_ns
 
 
 def _drop(pool: Pool) -> None:
@@ -871,8 +972,15 @@ class _Ended(Exception):
 class _Child:
     """The measuring process and the lines it is spoken to in."""
 
-    def __init__(self, recording: Recording, arena: Arena, storages: Sequence[Storage], group: Group | None) -> None:
-        self.recording, self.arena, self.group = recording, arena, group
+    def __init__(
+        self,
+        recording: Recording,
+        arena: Arena,
+        storages: Sequence[Storage],
+        group: Group | None,
+        asking: Asking | None = None,
+    ) -> None:
+        self.recording, self.arena, self.group, self.asking = recording, arena, group, asking
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
         self._said = b""
         # The package as it is here, wherever the command was called from; a folder of that name there is not ours.
@@ -885,10 +993,12 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env=environment,
-            pass_fds=[arena.descriptor],
+            pass_fds=[arena.descriptor, *([] if asking is None else [asking.seat.descriptor])],
             # Ctrl-C at the terminal is for this process, which then stops the other one and marks the run.
             process_group=0,
         )
+        if asking is not None:
+            asking.is_alive = lambda: self.process.poll() is None
         try:
             self.tell(json.dumps(self._spec(storages)))
         except BaseException:
@@ -921,6 +1031,7 @@ class _Child:
             "verify": _VERIFY[request.verify] if recording.pool.content is not None else loop.VERIFY_EDGES,
             "warm_pass": request.warm_pass,
             "meets": recording.company is not None,
+            "seat": None if self.asking is None else self.asking.seat.named(),
         }
 
     def __enter__(self) -> "_Child":
@@ -984,6 +1095,8 @@ class _Child:
     def stop(self) -> None:
         """Ends the process: the loop at its next event, whatever else at once."""
         self.arena.arrays["control"][loop.STOP] = 1
+        if self.asking is not None:
+            self.asking.release()
         # Before the first read there is nothing to bring home, and imports do not look at the flag.
         if self.recording.cold is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):

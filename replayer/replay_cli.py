@@ -87,6 +87,71 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     command.add_argument(
         "--pool", type=Path, action="append", required=True, metavar="DIR", help="made by: replayer pool build or map"
     )
+    add_options_of_a_run(command)
+    command.add_argument(
+        "--plan",
+        action="append",
+        metavar="PLAN",
+        help="a lookahead plan: which experts to read ahead for which event; of an experiment NAME=PLAN, once for each",
+    )
+    command.add_argument(
+        "--delivery",
+        choices=DELIVERIES,
+        default="none",
+        help="how the plan is brought into the page cache, by one worker: advice (WILLNEED), blocking reads, io_uring",
+    )
+    command.add_argument(
+        "--split",
+        type=split,
+        default="auto",
+        metavar="S",
+        help="pieces to ask for: auto (default: advice in pieces of the device's readahead, beyond which the kernel "
+        "cuts it; reads whole), none, or bytes",
+    )
+    command.add_argument(
+        "--hint-slots",
+        type=count,
+        metavar="N",
+        help="let N hints wait in a queue that drops what finds it full (default: one slot, which a newer overwrites)",
+    )
+    command.add_argument(
+        "--device",
+        choices=DESTINATIONS,
+        default="cpu",
+        help="read into torch tensors (default), pinned ones copied to the GPU, or plain memory without torch",
+    )
+    command.add_argument("--steps", type=steps, default=(None, None), metavar="A:B", help="steps to replay, half-open")
+    command.add_argument(
+        "--observe", choices=OBSERVATIONS, default="every", help="ask for residency before each read (default every)"
+    )
+    command.add_argument(
+        "--accesses",
+        action="store_true",
+        help="also write the table replay_access: what each access found resident (with --observe every and --data)",
+    )
+    command.add_argument("--verify", action="store_true", help="check all content read, not first and last pages only")
+    command.add_argument(
+        "--repeat", type=count, metavar="N", help="run so many times (default 1, or what an experiment says)"
+    )
+    command.add_argument(
+        "--experiment",
+        metavar="NAME",
+        help="run an experiment instead: one shipped with the replayer, or a TOML file",
+    )
+    sizes = command.add_mutually_exclusive_group()
+    sizes.add_argument("--fit-machine", action="store_true", help="scale the experiment's sizes to this machine")
+    sizes.add_argument("--as-published", action="store_true", help="use the sizes of the study")
+    command.add_argument(
+        "--experiment-seed", type=count, metavar="N", help="of the order of its runs (default: what it says)"
+    )
+    command.add_argument("--data", type=Path, metavar="DIR", help="append the runs to the results of this data folder")
+    command.add_argument("--json", action="store_true", help="print one JSON document")
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    command.set_defaults(run=_replay, of_a_run={name: command.get_default(name) for name in _OF_A_RUN})
+
+
+def add_options_of_a_run(command: Parser) -> None:
+    """Adds what says how experts are served: owner, limit, read path, threads; see `request_of`."""
     command.add_argument("--owner", choices=OWNERS, default="page_cache", help="who holds experts (default page_cache)")
     command.add_argument("--policy", choices=POLICIES, metavar="P", help="of user_cache; a policy of replayer simulate")
     command.add_argument(
@@ -136,49 +201,8 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="random (default): no readahead; willneed: none, and each read is announced; normal, sequential, noreuse: "
         "the kernel's readahead under that advice",
     )
-    command.add_argument(
-        "--plan",
-        action="append",
-        metavar="PLAN",
-        help="a lookahead plan: which experts to read ahead for which event; of an experiment NAME=PLAN, once for each",
-    )
-    command.add_argument(
-        "--delivery",
-        choices=DELIVERIES,
-        default="none",
-        help="how the plan is brought into the page cache, by one worker: advice (WILLNEED), blocking reads, io_uring",
-    )
-    command.add_argument(
-        "--split",
-        type=split,
-        default="auto",
-        metavar="S",
-        help="pieces to ask for: auto (default: advice in pieces of the device's readahead, beyond which the kernel "
-        "cuts it; reads whole), none, or bytes",
-    )
-    command.add_argument(
-        "--hint-slots",
-        type=count,
-        metavar="N",
-        help="let N hints wait in a queue that drops what finds it full (default: one slot, which a newer overwrites)",
-    )
-    command.add_argument(
-        "--device",
-        choices=DESTINATIONS,
-        default="cpu",
-        help="read into torch tensors (default), pinned ones copied to the GPU, or plain memory without torch",
-    )
     command.add_argument("--threads", type=count, default=8, metavar="N", help="demand threads (default 8)")
-    command.add_argument("--steps", type=steps, default=(None, None), metavar="A:B", help="steps to replay, half-open")
     command.add_argument("--cold", action="store_true", help="measure the first pass: no warm-up pass before it")
-    command.add_argument(
-        "--observe", choices=OBSERVATIONS, default="every", help="ask for residency before each read (default every)"
-    )
-    command.add_argument(
-        "--accesses",
-        action="store_true",
-        help="also write the table replay_access: what each access found resident (with --observe every and --data)",
-    )
     command.add_argument(
         "--group-stat",
         choices=GROUP_STATS,
@@ -186,31 +210,50 @@ def add_replay_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="read the group's memory.stat around each pass (default), or after each step too: that gives reclaim by "
         "step, and brings the statistics up to date by which the kernel reclaims, so it is another condition",
     )
-    command.add_argument("--verify", action="store_true", help="check all content read, not first and last pages only")
-    command.add_argument(
-        "--repeat", type=count, metavar="N", help="run so many times (default 1, or what an experiment says)"
-    )
-    command.add_argument(
-        "--experiment",
-        metavar="NAME",
-        help="run an experiment instead: one shipped with the replayer, or a TOML file",
-    )
-    sizes = command.add_mutually_exclusive_group()
-    sizes.add_argument("--fit-machine", action="store_true", help="scale the experiment's sizes to this machine")
-    sizes.add_argument("--as-published", action="store_true", help="use the sizes of the study")
-    command.add_argument(
-        "--experiment-seed", type=count, metavar="N", help="of the order of its runs (default: what it says)"
-    )
     command.add_argument("--wait", type=count, default=0, metavar="S", help="seconds to wait for another replay to end")
-    command.add_argument("--data", type=Path, metavar="DIR", help="append the runs to the results of this data folder")
-    command.add_argument("--json", action="store_true", help="print one JSON document")
-    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    command.set_defaults(run=_replay, of_a_run={name: command.get_default(name) for name in _OF_A_RUN})
+
+
+def check_threads(threads: int) -> None:
+    """Raises UnusableReplay: too few or too many."""
+    if not 1 <= threads <= _MAX_THREADS:
+        raise UnusableReplay(f"--threads {threads}, wanted 1 to {_MAX_THREADS}")
+
+
+def request_of(arguments: argparse.Namespace, **more: Any) -> Request:
+    """The request that `add_options_of_a_run` parsed, and `more`.
+
+    Raises:
+        UnusableReplay: --threads is out of range.
+    """
+    check_threads(arguments.threads)
+    return Request(
+        owner=arguments.owner,
+        policy=arguments.policy,
+        scope=arguments.scope,
+        fit=arguments.fit,
+        admit=arguments.admit,
+        arena_fraction=arguments.arena_fraction,
+        miss_path=arguments.miss_path,
+        seed=arguments.seed,
+        mechanism=arguments.mechanism,
+        capacity_bytes=arguments.capacity,
+        wall_bytes=arguments.wall,
+        headroom_bytes=arguments.headroom,
+        outer_group_bytes=arguments.machine_bytes,
+        fadvise=arguments.fadvise,
+        threads=arguments.threads,
+        group_stat=arguments.group_stat,
+        accelerator_memory=arguments.accelerator_memory,
+        offline_memory_blocks=arguments.offline_memory_blocks,
+        warm_pass=not arguments.cold,
+        allow_thrash=arguments.allow_thrash,
+        allow_unsuitable=arguments.allow_unsuitable,
+        **more,
+    )
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    if not 1 <= arguments.threads <= _MAX_THREADS:
-        raise UnusableReplay(f"--threads {arguments.threads}, wanted 1 to {_MAX_THREADS}")
+    check_threads(arguments.threads)
     if arguments.repeat is not None and not 1 <= arguments.repeat <= _MAX_REPEAT:
         raise UnusableReplay(f"--repeat {arguments.repeat}, wanted 1 to {_MAX_REPEAT}")
     if arguments.accesses and (arguments.observe != "every" or arguments.data is None):
@@ -236,36 +279,16 @@ def _replay(arguments: argparse.Namespace) -> int:
         raise UnusableReplay("several traces or pools belong to an --experiment; name one of each")
     if len(arguments.plan or []) > 1:
         raise UnusableReplay(f"{len(arguments.plan)} plans, wanted one; several belong to an --experiment")
-    request = Request(
-        owner=arguments.owner,
-        policy=arguments.policy,
-        scope=arguments.scope,
-        fit=arguments.fit,
-        admit=arguments.admit,
-        arena_fraction=arguments.arena_fraction,
-        miss_path=arguments.miss_path,
-        seed=arguments.seed,
-        mechanism=arguments.mechanism,
-        capacity_bytes=arguments.capacity,
-        wall_bytes=arguments.wall,
-        headroom_bytes=arguments.headroom,
-        outer_group_bytes=arguments.machine_bytes,
-        fadvise=arguments.fadvise,
+    request = request_of(
+        arguments,
         destination=arguments.device,
-        threads=arguments.threads,
         observe=arguments.observe,
         verify="all" if arguments.verify else "edges",
-        group_stat=arguments.group_stat,
-        accelerator_memory=arguments.accelerator_memory,
-        offline_memory_blocks=arguments.offline_memory_blocks,
         plan=arguments.plan[0] if arguments.plan else None,
         delivery=arguments.delivery,
         split=arguments.split,
         hint_slots=arguments.hint_slots,
-        warm_pass=not arguments.cold,
         steps=arguments.steps,
-        allow_thrash=arguments.allow_thrash,
-        allow_unsuitable=arguments.allow_unsuitable,
     )
     trace, pool = read_trace(arguments.trace[0]), read_pool(arguments.pool[0])
     for leftover in remove_leftovers():
@@ -419,6 +442,12 @@ def _print_run(result: Run) -> None:
         print(f"  served from locked memory: {run['arena_hits']:,} of {run['accesses']:,} accesses")
     if run["files_stay_open"] is False:
         print("  more files than may be open (ulimit -Hn): each access opened and closed its own, within its time")
+    print_verdicts(result)
+
+
+def print_verdicts(result: Run) -> None:
+    """How many proofs held, and what that makes of bytes and times."""
+    run = result.run
     held = sum(proof["held"] is True for proof in result.proofs)
     print(
         f"  proofs: {held} of {len(result.proofs)} held; bytes {_verdict(run, 'bytes')}; times {_verdict(run, 'time')}"

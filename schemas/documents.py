@@ -454,6 +454,99 @@ class ReplayedRun(_Document):
     proofs: list[Proof]
 
 
+class DecodedRun(_Document):
+    """`replayer decode --json`: tokens and times of the measured decode, and the run that served its experts.
+
+    prefill_ns and decode_ns are the passes over the prompt and over the tokens after the first, the *_wait_ns their
+    parts that waited for experts. warm_token_sha256 is null where the first decode was measured.
+    """
+
+    class Layer(_Document):
+        """One MoE layer in one phase; compute_ns is attention, router and experts, without the wait."""
+
+        phase: Literal["prefill", "decode"]
+        layer_id: int
+        events: int
+        accesses: int
+        wait_ns: int
+        compute_ns: int
+        lookahead_ns: int
+
+    model: str
+    family: str
+    computed_by: str
+    dtype: str
+    prompt_tokens: int
+    token_ids: list[int]
+    text: str
+    token_sha256: str
+    warm_token_sha256: str | None
+    degenerate: bool
+    warm_up_ns: int | None
+    prefill_ns: int
+    prefill_wait_ns: int
+    decode_ns: int
+    decode_wait_ns: int
+    layers: list[Layer]
+    out: str | None
+    run: ReplayedRun
+
+
+class TokenIdentity(_Document):
+    """`replayer decode --experiment token-identity --json`.
+
+    A pair is void where its tokens differ, one token repeats, or bytes of a run are not valid. time_ratio: decode time
+    of `against` ÷ that of `owner`, null where the pair is void or a time is not valid.
+    """
+
+    class Arm(_Document):
+        """One decode of a pair."""
+
+        run_id: str
+        owner: str
+        token_sha256: str
+        tokens: int
+        degenerate: bool
+        bytes_valid: bool
+        time_valid: bool
+        warm_up_ns: int | None
+        prefill_ns: int
+        decode_ns: int
+        decode_wait_ns: int
+        device_bytes: int | None
+
+    class Pair(_Document):
+        """`order`: the owners as they ran; `arms`: owner, then against."""
+
+        prompt: int
+        pair: int
+        order: list[str]
+        arms: list["TokenIdentity.Arm"]
+        void: str | None
+        time_ratio: float | None
+
+    class Prompt(_Document):
+        """Over the pairs of one prompt."""
+
+        prompt: int
+        pairs: int
+        identical_pairs: int
+        timed_pairs: int
+        time_ratio_median: float | None
+        time_ratio_low: float | None
+        time_ratio_high: float | None
+
+    experiment: Literal["token-identity"]
+    model: str
+    owner: str
+    against: str
+    seed: int
+    tokens: int
+    prompts: list[str]
+    pairs: list[Pair]
+    by_prompt: list[Prompt]
+
+
 class _Pool(_Document):
     """`filesystem` and the four after it are of the first unsuitable storage, or of the first; `devices` are of all."""
 
@@ -560,6 +653,12 @@ class RunSummary(_Document):
     tables: dict[str, int]
     warehouse: str
     report: str
+
+
+class Captured(RunSummary):
+    """`expert-tier capture --json`: the traces of the prompts, in order, and what `run` made of them."""
+
+    captured: list["IngestedTrace"]
 
 
 class Demonstration(RunSummary):

@@ -22,7 +22,7 @@ import polars as pl
 from pipeline.ingest import ingest
 from schemas.files import DataFolder
 from schemas.trace import UserMetadata
-from tests.bench import dumps, lookahead, loop, owners, page_cache_model, policies, pool, replay, stream
+from tests.bench import decode, dumps, lookahead, loop, owners, page_cache_model, policies, pool, replay, stream
 from tests.bench.processes import peak_of
 
 REPETITIONS = 5
@@ -206,6 +206,7 @@ SAMPLED_BENCHES = {
     "policies": policies.main,
     "model": page_cache_model.main,
     "lookahead": lookahead.main,
+    "decode": decode.main,
 }
 ON_REQUEST = {"scale": policies.scale, "stream": stream.main, "dumps": dumps.memory, "fuzz": dumps.fuzz}
 """Minutes each, so only by name."""
