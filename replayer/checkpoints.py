@@ -855,7 +855,8 @@ def _slices_of_layer(
     # An empty tensor has nothing to read.
     slices = [one for one in slices if one.length_bytes]
     if len({one.expert_id for one in slices}) != experts:
-        raise MalformedCheckpoint(f"{paths[0].parent}: layer {layer_id} has an expert of 0 bytes; {_DOWNLOAD}")
+        files = [file for parts in (*layer.single.values(), layer.stacked) for file, _ in parts.values()]
+        raise MalformedCheckpoint(f"{paths[files[0]]}: layer {layer_id} has an expert of 0 bytes; {_DOWNLOAD}")
     return slices
 
 
