@@ -94,6 +94,7 @@ def add_decode_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         "--experiment-seed", type=count, metavar="N", help="of token-identity: of the third pair's order (default 0)"
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="write the routes as an open dump (.jsonl)")
+    command.add_argument("--by-layer", action="store_true", help="also print where a token's time went, layer by layer")
     command.add_argument("--json", action="store_true", help="print one JSON document")
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     command.set_defaults(run=_decode)
@@ -134,7 +135,7 @@ def _one(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(document_of(arguments, decoder, one, len(prompts[0]))))
     else:
-        _print(decoder, one, len(prompts[0]), arguments.out)
+        _print(decoder, one, len(prompts[0]), arguments.out, by_layer=arguments.by_layer)
     return 0 if one.run.run["bytes_valid"] and one.warm_sha256 in (None, one.decoded.sha256) else 1
 
 
@@ -330,7 +331,7 @@ def document_of(arguments: argparse.Namespace, decoder: "Decoder", one: "DecodeR
     }
 
 
-def _print(decoder: "Decoder", one: "DecodeRun", prompt: int, out: Path | None) -> None:
+def _print(decoder: "Decoder", one: "DecodeRun", prompt: int, out: Path | None, *, by_layer: bool) -> None:
     from replayer.decoder import text_of
 
     decoded, run = one.decoded, one.run.run
@@ -350,6 +351,11 @@ def _print(decoder: "Decoder", one: "DecodeRun", prompt: int, out: Path | None) 
             f"  {what:<10} {whole / count_of / 1e6:>10.2f} ms, {wait / count_of / 1e6:.2f} of it waiting for experts "
             f"of {run['owner']}"
         )
+    if by_layer:
+        for row in one.layers:
+            if row["phase"] == "decode":
+                wait, compute = row["wait_ns"] / steps / 1e6, row["compute_ns"] / steps / 1e6
+                print(f"    layer {row['layer_id']:<5} waited {wait:>8.2f} ms, computed {compute:>8.2f} ms a token")
     print_verdicts(one.run)
     if out is not None:
         print(f"  routes → {out}")

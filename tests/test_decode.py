@@ -256,6 +256,17 @@ def test_capture_goes_from_a_model_to_the_report(
     assert recorded["recall_covered"].min() > 2 * 4 / 32
 
 
+def test_a_decode_says_where_its_time_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one.txt").write_bytes(PROMPT)
+    status, out, err = replayer(
+        capsys, "decode", "--model", SAMPLE, "--prompt", tmp_path / "one.txt", "--tokens", 8, "--cold", "--by-layer",
+        "--allow-unsuitable", "--wait", WAIT_S,
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("    layer ")] == list("01234567")
+    assert "SHA-256 of the tokens" in out
+
+
 @pytest.mark.parametrize(("words", "code"), [(["--tokens", "1"], 2), (["--tokens", "900"], 1)])
 def test_a_capture_that_cannot_be_made_gets_one_line_and_leaves_nothing(
     words: list[str], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
