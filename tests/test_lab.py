@@ -595,6 +595,19 @@ def test_a_disk_of_either_file_system_has_every_file_of_the_folder(kernel, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "files", "share"]
 
 
+def test_files_larger_than_a_part_of_an_xfs_disk_damage_none_of_it(tmp_path):
+    (tmp_path / "files").mkdir()
+    for name in ("a", "b", "c"):
+        (tmp_path / "files" / name).write_bytes(os.urandom(MIB) * 60)
+    repair = lab_setup.find_program("xfs_repair")
+    if repair is None or lab_setup.find_program("mkfs.xfs") is None:
+        pytest.skip("no xfsprogs here; make lab-setup installs it")
+    disk = guest.make_disk(tmp_path / "files", tmp_path / "disk", "xfs")
+    checked = subprocess.run([repair, "-n", "-f", disk.image], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    assert "CRC" not in checked.stderr + checked.stdout
+
+
 def test_a_name_that_an_xfs_layout_cannot_hold_is_refused(tmp_path):
     (tmp_path / "files").mkdir()
     (tmp_path / "files/a b").write_bytes(b"x")
