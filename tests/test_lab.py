@@ -597,7 +597,7 @@ def test_a_disk_of_either_file_system_has_every_file_of_the_folder(kernel, tmp_p
 
 def test_files_larger_than_a_part_of_an_xfs_disk_damage_none_of_it(tmp_path):
     (tmp_path / "files").mkdir()
-    for name in ("a", "b", "c"):
+    for name in ("a", "b", "c", "d"):
         (tmp_path / "files" / name).write_bytes(os.urandom(MIB) * 60)
     repair = lab_setup.find_program("xfs_repair")
     if repair is None or lab_setup.find_program("mkfs.xfs") is None:
