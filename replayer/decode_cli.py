@@ -16,7 +16,7 @@ from replayer.command import Parser, byte_size, count
 from replayer.pool import Pool, map_pool, read_pool
 from replayer.replay_cli import add_options_of_a_run, check_threads, print_verdicts, request_of
 from replayer.request import Request, UnusableReplay, check_request
-from replayer.routes import RoutedLayer, RoutedPass, write_routes
+from replayer.routes import RoutedLayer, RoutedPass, is_routes, write_routes
 from replayer.token_identity import Arm, summary, time_ratio, turns, void
 from schemas.columns import OWNERS
 
@@ -270,6 +270,8 @@ def _check_out(out: Path) -> None:
         raise UnusableReplay(f"--out {out} is a folder, wanted a file to write; name one in it")
     if not out.parent.is_dir():
         raise UnusableReplay(f"--out {out}: its folder does not exist; make it, or choose another place")
+    if out.exists() and not is_routes(out):
+        raise UnusableReplay(f"--out {out}: a file that is no open dump, and it would be lost; choose another name")
 
 
 def facts_of(decoder: "Decoder", one: "DecodeRun") -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from schemas.files import publish
 
+FORMAT = "expert-tier-routes"
 MOST_ROWS = 4096
 """Of one record, so that a line stays far below the 4 MiB that a reader takes."""
 
@@ -42,7 +43,7 @@ def write_routes(target: Path, top_k: int, facts: Mapping[str, Any], passes: Ite
     """
     records = 0
     with publish(target) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.write(_line({"format": "expert-tier-routes", "version": 1, "top_k": top_k, **facts}))
+        file.write(_line({"format": FORMAT, "version": 1, "top_k": top_k, **facts}))
         for step_id, one in enumerate(passes):
             for layer in one.layers:
                 for begin in range(0, len(layer.expert_ids), MOST_ROWS):
@@ -61,6 +62,19 @@ def write_routes(target: Path, top_k: int, facts: Mapping[str, Any], passes: Ite
                     file.write(_line(record))
                     records += 1
         file.write(_line({"end": True, "records": records}))
+
+
+def is_routes(path: Path) -> bool:
+    """Whether a file begins as `write_routes` begins it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    start = _line({"format": FORMAT})[:-2].encode()
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(start)) == start
 
 
 def _line(content: Mapping[str, Any]) -> str:

@@ -180,6 +180,7 @@ def test_a_wait_does_not_hold_the_loops_own_counting() -> None:
         (["--tokens", "8", "--model", "missing"], 1, "missing"),
         (["--tokens", "8", "--prefill-chunk", "0"], 2, "--prefill-chunk 0"),
         (["--tokens", "8", "--out", "missing/routes.jsonl"], 2, "its folder does not exist"),
+        (["--tokens", "8", "--out", "prompt.txt"], 2, "would be lost"),
         (["--tokens", "8", "--owner", "arena", "--capacity", "1MiB"], 2, "still to come"),
         (["--tokens", "8", "--threads", "0"], 2, "--threads 0"),
     ],
@@ -196,6 +197,27 @@ def test_a_call_that_cannot_be_made_gets_one_line(
     assert said in err
     assert len(err.splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompt.txt"]
+    assert (tmp_path / "prompt.txt").read_bytes() == PROMPT
+
+
+def test_a_killed_measuring_process_ends_a_decode_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_bytes(PROMPT)
+    command = [
+        sys.executable, "-m", "replayer", "decode", "--model", str(SAMPLE), "--prompt", str(tmp_path / "prompt.txt"),
+        "--tokens", "90", "--allow-unsuitable", "--wait", str(WAIT_S),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + WAIT_S
+    while not (started := [pid for pid, words in children(process.pid).items() if "replayer.measure" in words]):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    time.sleep(1.5)
+    os.kill(started[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert len(err.splitlines()) == 1
+    assert "killed" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
