@@ -392,6 +392,9 @@ def _capture(arguments: argparse.Namespace) -> int:
     data = _folder(arguments)
     if not 2 <= arguments.tokens <= MOST_TOKENS:
         raise WrongCall(f"--tokens {arguments.tokens}, wanted 2 to {MOST_TOKENS:,}: the first comes of the prompt")
+    from replayer.decode_cli import let_compute_threads_sleep
+
+    let_compute_threads_sleep()
     # Seconds of import, which other commands do without.
     from pipeline.capture import capture
     from replayer.request import UnusableReplay
