@@ -333,6 +333,8 @@ def _tokenizer_of(decoder: Decoder) -> Any:
             f"{decoder.folder}: no {_TOKENIZER}, and a vocabulary of {decoder.vocab_size} is not one of bytes; put the "
             f"model's {_TOKENIZER} beside its config.json"
         )
+    if not path.is_file():
+        raise UnusableCheckpoint(f"{path}: no regular file, wanted the model's tokenizer; put it there")
     try:
         tokenizers = importlib.import_module("tokenizers")
     except ImportError as error:

@@ -7,6 +7,7 @@ what it gave before, as a source that reuses its buffers does.
 
 import hashlib
 import json
+import os
 import shutil
 import struct
 import sys
@@ -600,4 +601,8 @@ def test_a_prompt_goes_through_the_models_tokenizer(tiny, tmp_path):
         read_prompt(tmp_path / "prompt", tiny)
     (tiny.folder / "tokenizer.json").write_text("{}")
     with pytest.raises(UnusableCheckpoint, match="no tokenizer that can be read"):
+        read_prompt(tmp_path / "prompt", tiny)
+    (tiny.folder / "tokenizer.json").unlink()
+    os.mkfifo(tiny.folder / "tokenizer.json")
+    with pytest.raises(UnusableCheckpoint, match="no regular file"):
         read_prompt(tmp_path / "prompt", tiny)
