@@ -73,8 +73,6 @@ exit codes: 0 done, 1 the work failed (bad data, interrupted), 2 the call was wr
 """
 
 MAX_ROWS_SHOWN = 200
-MOST_TOKENS = 100_000
-"""That `capture` decodes."""
 # Plain memory as destination: torch would take more memory than the whole pool of the sample.
 _DEMO_CONDITIONS = Conditions(steps="0:200", device="none", wait_s=10)
 _MODEL_HELP = (
@@ -389,11 +387,11 @@ def _ingest(arguments: argparse.Namespace) -> int:
 
 
 def _capture(arguments: argparse.Namespace) -> int:
+    from replayer.decode_cli import MOST_TOKENS, let_compute_threads_sleep
+
     data = _folder(arguments)
     if not 2 <= arguments.tokens <= MOST_TOKENS:
         raise WrongCall(f"--tokens {arguments.tokens}, wanted 2 to {MOST_TOKENS:,}: the first comes of the prompt")
-    from replayer.decode_cli import let_compute_threads_sleep
-
     let_compute_threads_sleep()
     # Seconds of import, which other commands do without.
     from pipeline.capture import capture

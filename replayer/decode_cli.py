@@ -40,7 +40,7 @@ Models: the bundled sample and other Qwen3-MoE; with the extra `decode` also Mix
 DeepSeek-V2/V3 (safetensors, bfloat16, float16 or float32). Nothing is fetched.
 Exits 1 when a proof about the bytes does not hold.
 """
-_MOST_TOKENS = 100_000
+MOST_TOKENS = 100_000
 
 
 def add_decode_command(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -103,10 +103,8 @@ def add_decode_command(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 def _decode(arguments: argparse.Namespace) -> int:
     check_threads(arguments.threads)
-    if not 2 <= arguments.tokens <= _MOST_TOKENS:
-        raise UnusableReplay(
-            f"--tokens {arguments.tokens}, wanted 2 to {_MOST_TOKENS:,}: the first comes of the prompt"
-        )
+    if not 2 <= arguments.tokens <= MOST_TOKENS:
+        raise UnusableReplay(f"--tokens {arguments.tokens}, wanted 2 to {MOST_TOKENS:,}: the first comes of the prompt")
     if arguments.experiment is None:
         if len(arguments.prompt) > 1:
             raise UnusableReplay(f"{len(arguments.prompt)} prompts, wanted one; several belong to an --experiment")
