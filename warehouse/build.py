@@ -12,6 +12,7 @@ import re
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -26,7 +27,7 @@ STORAGE_VERSION = "v1.0.0"
 ROUTING_QUESTION = "Which experts did each token of each trace select, row by row as recorded?"
 
 _TABLES_SQL = Path(__file__).with_name("tables.sql")
-_VIEWS_SQL = Path(__file__).with_name("views.sql")
+_VIEWS = Path(__file__).with_name("views")
 # A name of traces/ that is a trace: trace ids begin with a letter or digit, temporary files with a dot.
 _TRACE_GLOB = "[a-z0-9]*.parquet"
 _NO_EXTENSIONS = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
@@ -149,6 +150,16 @@ def read_tables(data_dir: Path, views: Sequence[str] = ()) -> dict[str, pl.DataF
     return tables
 
 
+def view_texts() -> dict[str, str]:
+    """The SQL of each view but `routing`, views that another reads before it; the first line is its question."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(_VIEWS.glob("*.sql"))}
+    reads = {
+        name: [other for other in texts if other != name and re.search(rf"\b(FROM|JOIN) {other}\b", text)]
+        for name, text in texts.items()
+    }
+    return {name: texts[name] for name in TopologicalSorter(reads).static_order()}
+
+
 def _create(connection: duckdb.DuckDBPyConnection, data: DataFolder) -> None:
     # One transaction: each statement on its own would wait for the disk.
     connection.execute("BEGIN")
@@ -162,9 +173,10 @@ def _create(connection: duckdb.DuckDBPyConnection, data: DataFolder) -> None:
 
 
 def _create_views(connection: duckdb.DuckDBPyConnection, data: DataFolder) -> None:
-    text = _VIEWS_SQL.read_text(encoding="utf-8")
-    connection.execute(text)
-    questions = re.findall(r"^-- (.+)\nCREATE VIEW (\w+)", text, flags=re.MULTILINE)
+    questions = []
+    for name, text in view_texts().items():
+        connection.execute(text)
+        questions.append((text.splitlines()[0].removeprefix("-- "), name))
     if any(re.match(r"[a-z0-9]", path.name) and path.suffix == ".parquet" for path in _visible(data.traces)):
         # Lists of different k and traces without weights differ in schema: unite by name. Absolute, since a relative
         # path would be read from wherever the reader stands. Clients before 1.3 cannot read the 16-bit weights.
