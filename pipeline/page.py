@@ -29,22 +29,24 @@ class Cell:
 class Grid:
     """A table on the page; the first cell of each row is its heading, and a row of one cell heads those after it.
 
-    With a `summary` the table stays folded behind it.
+    With a `summary` the table stays folded behind it. `query` is the SQL over the warehouse that gives its numbers.
     """
 
     caption: str
     head: list[list[Cell]]
     rows: list[list[Cell]]
     summary: str = ""
+    query: str = ""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Plots that share a legend and a caption."""
+    """Plots that share a legend and a caption; `query` is the SQL over the warehouse that gives what they draw."""
 
     plots: list[Markup]
     legend: list[Line]
     caption: str
+    query: str = ""
 
 
 @dataclass(frozen=True)
