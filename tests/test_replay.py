@@ -61,6 +61,7 @@ from tests.replays import (
     our_groups,
     pool_for,
     proof,
+    reading,
     replayed,
     request,
     routing,
@@ -100,7 +101,8 @@ def data(folder: Path) -> DataFolder:
 @pytest.fixture(scope="module")
 def cold(trace: Trace, pool: Pool) -> Run:
     """The first pass, with nothing in memory and no limit."""
-    return replayed(trace, pool, warm_pass=False)
+    used = {obj for _, event in events_of(trace) for obj in event}
+    return reading(len(used) * EXPERT_BYTES, lambda: replayed(trace, pool, warm_pass=False))
 
 
 def events_of(trace: Trace) -> list[tuple[int, list[int]]]:
@@ -182,7 +184,7 @@ def test_cold_run_without_a_limit_reads_each_expert_once(cold: Run, trace: Trace
 
 
 def test_warm_run_without_a_limit_reads_nothing(trace: Trace, pool: Pool, cold: Run, data: DataFolder) -> None:
-    run = replayed(trace, pool)
+    run = reading(0, lambda: replayed(trace, pool))
     assert failed(run) == set()
     assert run.run["device_bytes"] == run.run["missing_bytes"] == 0
     assert run.run["native_hits"] == 2400
@@ -273,7 +275,7 @@ def test_without_cachestat_residency_comes_from_mincore(
     trace: Trace, pool: Pool, cold: Run, data: DataFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counters, "residency_counter", lambda: "mincore")
-    run = replayed(trace, pool, warm_pass=False)
+    run = reading(cold.run["device_bytes"], lambda: replayed(trace, pool, warm_pass=False))
     assert failed(run) == set()
     check_rows(run, data)
     assert run.run["residency_counter"] == "mincore"
@@ -314,7 +316,8 @@ def test_pool_that_is_not_aligned(trace: Trace, cold: Run, folder: Path, data: D
 
 def test_stacked_pool_with_all_content_checked(trace: Trace, cold: Run, folder: Path, data: DataFolder) -> None:
     pool = pool_for(trace, folder / "stacked", EXPERT_BYTES, layout="stacked")
-    run = replayed(trace, pool, verify="all", observe="sample", warm_pass=False)
+    asked: dict[str, Any] = {"verify": "all", "observe": "sample", "warm_pass": False}
+    run = reading(cold.run["device_bytes"], lambda: replayed(trace, pool, **asked))
     assert failed(run) == set()
     check_rows(run, data)
     assert run.run["checked_bytes"] == run.run["demand_bytes"]
@@ -328,7 +331,8 @@ def test_stacked_pool_with_all_content_checked(trace: Trace, cold: Run, folder: 
 
 def test_one_thread_a_file_per_expert_and_no_looks(trace: Trace, cold: Run, folder: Path, data: DataFolder) -> None:
     pool = pool_for(trace, folder / "files", EXPERT_BYTES, layout="per_expert")
-    run = replayed(trace, pool, observe="none", threads=1, warm_pass=False)
+    asked: dict[str, Any] = {"observe": "none", "threads": 1, "warm_pass": False}
+    run = reading(cold.run["device_bytes"], lambda: replayed(trace, pool, **asked))
     assert failed(run) == set()
     check_rows(run, data)
     assert run.run["consumed_digest"] == cold.run["consumed_digest"]
@@ -364,19 +368,20 @@ def test_events_of_many_rows_of_unequal_experts_after_a_warm_up_phase(tmp_path: 
         expert_bytes=sizes,
     )
     pool = pool_for(trace, tmp_path / "pool", np.repeat(sizes, 12))
-    run = replayed(trace, pool, warm_pass=False)
+    events = events_of(trace)
+    used = {(layer, obj) for layer, event in events for obj in event}
+    once = sum(sizes[layer] for layer, _ in used)
+    run = reading(once, lambda: replayed(trace, pool, warm_pass=False))
     assert failed(run) == set()
     check_rows(run, data)
-    events = events_of(trace)
     assert run.run["replayed_steps"] == 22
     assert run.run["events"] == len(events) == 65
     assert run.run["accesses"] == sum(len(event) for _, event in events)
     assert run.run["selections"] == 3 * sum(len(layer) for step in steps[2:] for layer in step)
     assert run.run["demand_bytes"] == sum(len(event) * sizes[layer] for layer, event in events)
-    used = {(layer, obj) for layer, event in events for obj in event}
     # Sizes that are no multiple of a larger page leave pages that two experts share.
     if all(size % PAGE == 0 for size in sizes):
-        assert run.run["device_bytes"] == sum(sizes[layer] for layer, _ in used)
+        assert run.run["device_bytes"] == once
     assert [row["step_id"] for row in run.steps] == list(range(2, 24))
     assert [row["layer_id"] for row in run.layers] == [3, 4, 11]
     part = replayed(trace, pool, warm_pass=False, steps=(1, 3))
