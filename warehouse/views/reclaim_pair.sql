@@ -1,9 +1,22 @@
 -- What does each condition read against every other curve of the same replay, at equal measured residency?
 CREATE VIEW reclaim_pair AS
-WITH paired AS (
+WITH shared AS (
     SELECT
-        this.*,
+        *,
+        -- All but what limits memory and how it is reclaimed. A balloon's group stands for the machine, so that its limit
+        -- belongs to the mechanism.
+        row(
+            trace_id, pool_id, machine_kind, owner, policy, scope, fit, admission, seed, arena_fraction, miss_path,
+            fadvise, destination, threads, observe, residency_counter, files_stay_open, verify, warm_pass, access_order,
+            step_begin, step_end, headroom_bytes, delivery, plan_hash, piece_bytes, hint_slots
+        ) AS setting
+    FROM reclaim_condition
+),
+paired AS (
+    SELECT
+        this.* EXCLUDE (setting),
         other.mechanism AS other_mechanism, other.limited_by AS other_limited_by, other.is_mglru AS other_is_mglru,
+        other.outer_group_bytes AS other_outer_group_bytes,
         -- A curve is of one way of reading the group's statistics; without a group nobody reads any.
         coalesce(other.group_stat, 'pass') AS other_group_stat,
         other.kernel_release AS other_kernel_release, other.virtualization AS other_virtualization,
@@ -19,23 +32,10 @@ WITH paired AS (
              'amplification': other.amplification_resident},
             abs(other.resident_bytes - this.resident_bytes)
         ) AS nearest
-    FROM reclaim_condition AS this
-    JOIN reclaim_condition AS other
-        ON (
-            this.trace_id, this.pool_id, this.owner, this.fadvise, this.threads, this.warm_pass, this.access_order,
-            this.step_begin, this.step_end
-        ) = (
-            other.trace_id, other.pool_id, other.owner, other.fadvise, other.threads, other.warm_pass,
-            other.access_order, other.step_begin, other.step_end
-        )
-        AND this.policy IS NOT DISTINCT FROM other.policy
-        AND this.scope IS NOT DISTINCT FROM other.scope
-        AND this.fit IS NOT DISTINCT FROM other.fit
-        AND this.admission IS NOT DISTINCT FROM other.admission
-        AND this.arena_fraction IS NOT DISTINCT FROM other.arena_fraction
-        AND this.miss_path IS NOT DISTINCT FROM other.miss_path
-        AND (this.limited_by, this.is_mglru, this.kernel_release, this.virtualization)
-            <> (other.limited_by, other.is_mglru, other.kernel_release, other.virtualization)
+    FROM shared AS this
+    JOIN shared AS other
+        ON this.setting IS NOT DISTINCT FROM other.setting
+        AND (this.limited_by, this.is_mglru) <> (other.limited_by, other.is_mglru)
     GROUP BY ALL
 ),
 matched AS (
