@@ -384,7 +384,8 @@ def test_relations_are_listed_with_question_and_rows(tmp_path):
         "lookahead_waterfall", "lookahead_effect", "trace_unknowns",
         "replay_summary", "quarantined_runs",
         "native_vs_simulated", "reclaim_condition", "reclaim_pair", "mechanism_agreement", "reclaim_knee", "lab_matrix",
-        "routing",
+        "native_condition", "simulated", "capacity_response", "owner_comparison", "off_domain", "admission_effect",
+        "kernel_model_fit", "routing",
     }  # fmt: skip
     assert all(view["comment"].endswith("?") for view in views.values())
     assert (views["policy_comparison"]["rows"], views["routing"]["rows"]) == (1, 1)

@@ -14,6 +14,8 @@ contract AS (
     SELECT
         trace_id, scope, semantics, access_order, dedup, step_begin, step_end, phase, warm_fraction, warm_steps,
         warm_pass, admission, quota_fit, capacity_experts_total, capacity_bytes, accesses,
+        -- A random order of accesses is another contract; the seed of random evictions is not.
+        CASE WHEN access_order = 'random' THEN seed END AS order_seed,
         min({'misses': misses, 'policy': policy}) FILTER (WHERE NOT knows_the_future) AS best,
         max(misses) FILTER (WHERE policy = 'belady_forced') AS forced_misses,
         max(misses) FILTER (WHERE policy = 'belady_bypass') AS bypass_misses

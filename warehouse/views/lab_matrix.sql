@@ -3,6 +3,10 @@ CREATE VIEW lab_matrix AS
 SELECT
     mark.lab_id, mark.condition, mark.place, run.mechanism, mark.mglru_setting, run.trace_id, run.pool_id, run.owner,
     machine.mglru, machine.kernel_release, machine.virtualization, mark.accelerator, mark.guest_memory_bytes,
+    -- A condition says these; they are here so that rows can be held to them.
+    run.policy, run.scope, run.fit, run.admission, run.seed, run.arena_fraction, run.miss_path, run.fadvise,
+    run.destination, run.threads, run.observe, run.verify, run.group_stat, run.step_begin, run.step_end,
+    run.access_order, run.warm_pass, run.headroom_bytes,
     count(*) AS runs,
     count(*) FILTER (WHERE counts) AS valid_runs,
     count(DISTINCT mark.boot_id) FILTER (WHERE counts) AS boots,
@@ -35,5 +39,8 @@ LEFT JOIN replay_reclaim AS reclaim ON reclaim.run_id = run.run_id AND reclaim.s
 GROUP BY
     -- One row per condition even where a guest's memory, and with it the machine's id, differs from boot to boot.
     mark.lab_id, mark.condition, mark.place, run.mechanism, mark.mglru_setting, run.trace_id, run.pool_id, run.owner,
-    machine.mglru, machine.kernel_release, machine.virtualization, mark.accelerator, mark.guest_memory_bytes
+    machine.mglru, machine.kernel_release, machine.virtualization, mark.accelerator, mark.guest_memory_bytes,
+    run.policy, run.scope, run.fit, run.admission, run.seed, run.arena_fraction, run.miss_path, run.fadvise,
+    run.destination, run.threads, run.observe, run.verify, run.group_stat, run.step_begin, run.step_end,
+    run.access_order, run.warm_pass, run.headroom_bytes
 ORDER BY ALL;

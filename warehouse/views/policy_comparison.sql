@@ -4,6 +4,8 @@ WITH contract AS (
     SELECT
         trace_id, scope, semantics, access_order, dedup, step_begin, step_end, phase, warm_fraction, warm_steps,
         warm_pass, admission, quota_fit, capacity_experts_total, capacity_bytes, accesses,
+        -- A random order of accesses is another contract; the seed of random evictions is not.
+        CASE WHEN access_order = 'random' THEN seed END AS order_seed,
         max(hits) FILTER (WHERE policy = 'lru') AS lru_hits,
         max(hits) FILTER (WHERE policy = 'fifo') AS fifo_hits,
         max(hits) FILTER (WHERE policy = 'clock') AS clock_hits,
@@ -31,7 +33,7 @@ one_static AS (
 )
 SELECT
     trace_id, scope, semantics, access_order, dedup, step_begin, step_end, phase, warm_fraction, warm_steps, warm_pass,
-    admission, quota_fit, capacity_experts_total, capacity_bytes, accesses,
+    order_seed, admission, quota_fit, capacity_experts_total, capacity_bytes, accesses,
     lru_hits / nullif(accesses, 0) AS lru_hit_rate,
     fifo_hits / nullif(accesses, 0) AS fifo_hit_rate,
     clock_hits / nullif(accesses, 0) AS clock_hit_rate,
