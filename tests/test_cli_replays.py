@@ -11,6 +11,8 @@ from pipeline import cli, replays
 from replayer.machine import storage_of
 from schemas.documents import BuiltPool, Demonstration, ReplayedRun, VerifiedPool
 from tests.command_lines import expert_tier, replayer
+from tests.readme_questions import questions
+from warehouse.build import query
 
 pytestmark = pytest.mark.usefixtures("own_dagster_home", "small_reconstruction")
 
@@ -82,6 +84,16 @@ def test_the_demo_replays_natively_and_prints_one_document_or_says_why_not(capsy
     assert found.tables["hit_rate"] > 0
     assert found.tables["replay_run"] == len(found.replays)
     assert (found.replay_skipped is None) == storage_of(tmp_path).suitable
+    monkeypatch.setenv("COLUMNS", "160")
+    # The questions of the README are asked here, since a second demo would cost a minute.
+    asked = questions()
+    assert len(asked) == 10
+    for question in asked:
+        status, out, err = expert_tier(capsys, "query", question.sql, "--data", tmp_path / "d")
+        assert (status, err) == (0, "")
+        assert question.answer is None or out.rstrip("\n") == question.answer, question.sql
+        if question.columns is not None:
+            assert query(tmp_path / "d", question.sql).columns == question.columns
     monkeypatch.setattr(cli, "_materialize", lambda data, ids, between: between() or {"traces": ids})
     monkeypatch.setattr(cli, "_answer", lambda data, done: [])
     refusal = "a file system in memory"
