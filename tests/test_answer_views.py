@@ -11,6 +11,7 @@ import duckdb
 import pytest
 
 import warehouse.build
+from schemas.columns import COLUMNS
 from schemas.tables import CONTRACT, TABLES
 from tests.table_rows import ROWS
 from tests.test_warehouse import hit_rate_row, run_row, valid_row
@@ -574,3 +575,11 @@ def test_no_proof_no_answer(views: Views) -> None:
     assert views.query("SELECT bytes_reasons FROM quarantined_runs") == [("swapped",)]
     for view in ("capacity_response", "owner_comparison", "admission_effect", "kernel_model_fit", "native_condition"):
         assert len(views.query(f"FROM {view}")) == 0
+
+
+@pytest.mark.parametrize(
+    "view", ["capacity_response", "owner_comparison", "off_domain", "admission_effect", "kernel_model_fit"]
+)
+def test_columns_that_no_table_has_say_what_they_mean(views: Views, view: str) -> None:
+    found = views.query(f"SELECT column_name, comment FROM duckdb_columns() WHERE table_name = '{view}'")
+    assert {name for name, comment in found if comment is None} <= set(COLUMNS)

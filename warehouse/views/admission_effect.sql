@@ -1,7 +1,7 @@
 -- Does keeping experts out of the cache help: what is missed and read with a table of what may enter, and without?
 -- Simulated and measured have columns of their own. Simulated: one contract with and without --admit. Measured: owner
--- page_cache_admission against page_cache, everything else asked for alike, of equal capacity or in equal walls; an effect
--- inside what either does against itself is none, of fewer than five runs not known.
+-- page_cache_admission against page_cache, everything else asked for alike, of equal capacity or in equal walls; an
+-- effect inside what either does against itself is none, of fewer than five runs not known.
 CREATE VIEW admission_effect AS
 WITH contract AS (
     SELECT
@@ -91,3 +91,37 @@ FROM by_simulation
 UNION ALL BY NAME
 FROM by_run
 ORDER BY ALL;
+
+COMMENT ON COLUMN admission_effect.limited_by
+    IS 'what limited memory: the version of the cgroup, what stood for the machine, or boot and offline';
+COMMENT ON COLUMN admission_effect.knows_the_future IS 'whether a table saw steps that are scored; of a simulation';
+COMMENT ON COLUMN admission_effect.admission_trace_id
+    IS 'the other trace that the table was fitted on; null if none was';
+COMMENT ON COLUMN admission_effect.evidence IS 'simulated, or measured: the columns of the other are null';
+COMMENT ON COLUMN admission_effect.simulated_accesses IS 'accesses scored';
+COMMENT ON COLUMN admission_effect.simulated_misses IS 'misses with the table of what may enter';
+COMMENT ON COLUMN admission_effect.simulated_misses_without
+    IS 'misses of the same contract without it; null if not simulated';
+COMMENT ON COLUMN admission_effect.simulated_saved_misses IS 'simulated_misses_without − simulated_misses';
+COMMENT ON COLUMN admission_effect.simulated_misses_over_without IS 'simulated_misses ÷ simulated_misses_without';
+COMMENT ON COLUMN admission_effect.condition_hash_without IS 'names the condition of the page cache';
+COMMENT ON COLUMN admission_effect.measured_repetitions IS 'valid and complete runs with the table';
+COMMENT ON COLUMN admission_effect.measured_repetitions_without IS 'of the page cache';
+COMMENT ON COLUMN admission_effect.measured_device_bytes IS 'lower median of device bytes with it [byte]';
+COMMENT ON COLUMN admission_effect.measured_device_bytes_without
+    IS 'the same of the page cache; null where it was not run alike [byte]';
+COMMENT ON COLUMN admission_effect.measured_saved_bytes
+    IS 'measured_device_bytes_without − measured_device_bytes [byte]';
+COMMENT ON COLUMN admission_effect.measured_device_over_without
+    IS 'measured_device_bytes ÷ measured_device_bytes_without';
+COMMENT ON COLUMN admission_effect.measured_spread_bytes IS 'range of device bytes with it [byte]';
+COMMENT ON COLUMN admission_effect.measured_spread_bytes_without IS 'of the page cache [byte]';
+COMMENT ON COLUMN admission_effect.measured_effect_bytes
+    IS 'less or more device bytes with it; none inside either range; null below five runs of either';
+COMMENT ON COLUMN admission_effect.measured_timed_runs IS 'runs with it whose times are valid';
+COMMENT ON COLUMN admission_effect.measured_timed_runs_without IS 'of the page cache';
+COMMENT ON COLUMN admission_effect.measured_wall_ns IS 'lower median of wall_ns with it [ns]';
+COMMENT ON COLUMN admission_effect.measured_wall_ns_without IS 'of the page cache [ns]';
+COMMENT ON COLUMN admission_effect.measured_wall_over_without IS 'measured_wall_ns ÷ measured_wall_ns_without';
+COMMENT ON COLUMN admission_effect.measured_effect_time
+    IS 'as measured_effect_bytes, of wall_ns over runs whose times are valid';

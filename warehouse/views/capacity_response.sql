@@ -1,6 +1,6 @@
 -- What does each capacity cost, in time and device bytes, and how far is it from a line that falls with 1 ÷ capacity?
--- One row per condition; a curve is of conditions that differ in capacity alone. The line goes through the largest capacity
--- of the curve and has no other parameter (2608.12103, Table 2): anchor bytes × anchor capacity ÷ capacity.
+-- One row per condition; a curve is of conditions that differ in capacity alone. The line goes through the largest
+-- capacity of the curve and has no other parameter (2608.12103, Table 2): anchor bytes × anchor capacity ÷ capacity.
 CREATE VIEW capacity_response AS
 WITH curve AS (
     SELECT
@@ -57,3 +57,28 @@ SELECT
     CASE WHEN capacities > 1 AND are_counted THEN NOT rises END AS falls_monotonically
 FROM lined
 ORDER BY ALL;
+
+COMMENT ON COLUMN capacity_response.limited_by
+    IS 'what limited memory: the version of the cgroup, what stood for the machine, or boot and offline';
+COMMENT ON COLUMN capacity_response.is_repeated_enough
+    IS 'whether there are at least five repetitions (of both, where two are compared); null without a partner';
+COMMENT ON COLUMN capacity_response.repetitions IS 'valid and complete runs of the condition';
+COMMENT ON COLUMN capacity_response.timed_runs IS 'of these, runs whose times are valid';
+COMMENT ON COLUMN capacity_response.iteration_ns
+    IS 'lower median over runs with valid times of their median step time [ns]';
+COMMENT ON COLUMN capacity_response.iteration_low_ns IS 'the shortest of them [ns]';
+COMMENT ON COLUMN capacity_response.iteration_high_ns IS 'the longest of them [ns]';
+COMMENT ON COLUMN capacity_response.iteration_spread IS '(iteration_high_ns − iteration_low_ns) ÷ iteration_ns';
+COMMENT ON COLUMN capacity_response.counted_runs IS 'runs whose device bytes were counted';
+COMMENT ON COLUMN capacity_response.device_low_bytes IS 'least device bytes of a run [byte]';
+COMMENT ON COLUMN capacity_response.device_high_bytes IS 'most device bytes of a run [byte]';
+COMMENT ON COLUMN capacity_response.device_spread IS '(device_high_bytes − device_low_bytes) ÷ device_bytes';
+COMMENT ON COLUMN capacity_response.device_bytes_per_step IS 'device_bytes ÷ replayed_steps [byte]';
+COMMENT ON COLUMN capacity_response.anchor_capacity_bytes IS 'largest capacity of the curve [byte]';
+COMMENT ON COLUMN capacity_response.anchor_device_bytes
+    IS 'device bytes at it; null where its conditions disagree [byte]';
+COMMENT ON COLUMN capacity_response.inverse_capacity_deviation
+    IS 'device_bytes × capacity_bytes ÷ (anchor_device_bytes × anchor_capacity_bytes) − 1: 0 is on the line';
+COMMENT ON COLUMN capacity_response.capacities IS 'different capacities of the curve';
+COMMENT ON COLUMN capacity_response.falls_monotonically
+    IS 'whether device bytes never rise as the capacity does; null with one capacity, or bytes not counted';

@@ -1,8 +1,8 @@
 -- How many accesses of the page cache do LRU, the two lists and MGLRU, each simulated, get wrong, and which is nearest?
--- One row per native condition, way of simulating and model, at the simulated capacity nearest to the measured residency. A
--- model stands beside runs that it simulated alike: a cache over all layers, the same steps and warm pass, the same number
--- of accesses. Where no capacity is within 2 % of the residency, by which one condition's own residency moves, or nothing
--- was simulated, there is one row without a model.
+-- One row per native condition, way of simulating and model, at the simulated capacity nearest to the measured
+-- residency. A model stands beside runs that it simulated alike: a cache over all layers, the same steps and warm
+-- pass, the same number of accesses. Where no capacity is within 2 % of the residency, by which one condition's own
+-- residency moves, or nothing was simulated, there is one row without a model.
 CREATE VIEW kernel_model_fit AS
 WITH native AS (
     SELECT * FROM native_condition
@@ -84,3 +84,21 @@ SELECT
     ) END AS fits_best
 FROM matched
 ORDER BY ALL;
+
+COMMENT ON COLUMN kernel_model_fit.limited_by
+    IS 'what limited memory: the version of the cgroup, what stood for the machine, or boot and offline';
+COMMENT ON COLUMN kernel_model_fit.is_repeated_enough
+    IS 'whether there are at least five repetitions (of both, where two are compared); null without a partner';
+COMMENT ON COLUMN kernel_model_fit.repetitions
+    IS 'valid and complete runs of the condition, over which native counts are summed';
+COMMENT ON COLUMN kernel_model_fit.order_seed IS 'seed of a random order of accesses; null for other orders';
+COMMENT ON COLUMN kernel_model_fit.simulated_capacity_bytes
+    IS 'capacity that was simulated, the nearest to the measured residency [byte]';
+COMMENT ON COLUMN kernel_model_fit.matched_by
+    IS 'how it was matched; null where no capacity is near, or nothing was simulated alike';
+COMMENT ON COLUMN kernel_model_fit.capacity_over_resident IS 'simulated_capacity_bytes ÷ resident_bytes';
+COMMENT ON COLUMN kernel_model_fit.simulated_hit_rate IS 'simulated_hits ÷ accesses';
+COMMENT ON COLUMN kernel_model_fit.miss_error
+    IS 'simulated_misses × repetitions ÷ (native_partial_hits + native_misses) − 1';
+COMMENT ON COLUMN kernel_model_fit.fits_best
+    IS 'whether no model of this row''s contract has a smaller error; null without a model';

@@ -12,7 +12,8 @@ WITH counted AS (
         {'experiment_id': experiment_id, 'trace_id': run.trace_id, 'pool_id': pool_id, 'machine_id': machine_id,
          'owner': owner, 'policy': policy, 'scope': scope, 'fit': fit, 'admission': admission, 'seed': seed,
          'arena_fraction': arena_fraction, 'miss_path': miss_path, 'residency_counter': residency_counter,
-         'files_stay_open': files_stay_open, 'fadvise': fadvise, 'destination': destination, 'threads': threads, 'observe': observe,
+         'files_stay_open': files_stay_open, 'fadvise': fadvise, 'destination': destination, 'threads': threads,
+         'observe': observe,
          'verify': verify, 'group_stat': group_stat, 'step_begin': step_begin, 'step_end': step_end,
          'access_order': access_order, 'warm_pass': warm_pass, 'mechanism': mechanism, 'limited_by': limited_by,
          'headroom_bytes': headroom_bytes, 'outer_group_bytes': outer_group_bytes} AS setting

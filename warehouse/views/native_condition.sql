@@ -1,6 +1,7 @@
 -- What did each native condition read, hold and take, alone on its machine: medians and ranges over its repetitions?
--- Valid and complete runs only. Left out: replays that ran together, what a lab made to find mem= by, and attempts of an
--- experiment after the first valid one at a repetition. Medians are lower medians; times are of runs whose times are valid.
+-- Valid and complete runs only. Left out: replays that ran together, what a lab made to find mem= by, and attempts of
+-- an experiment after the first valid one at a repetition. Medians are lower medians; times are of runs whose times
+-- are valid.
 CREATE VIEW native_condition AS
 WITH measured AS (
     SELECT

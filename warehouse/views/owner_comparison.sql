@@ -1,7 +1,7 @@
 -- Within equal walls, what does each owner of the cache read and take against the page cache?
--- A pair shares all that was asked for but the owner and what only that owner takes; fadvise is shared, so a page cache with
--- readahead is no baseline of reads without. Runs with a lookahead plan are the view lookahead_effect's. An effect inside
--- what either does against itself is none; with fewer than five runs of either it is not known.
+-- A pair shares all that was asked for but the owner and what only that owner takes; fadvise is shared, so a page
+-- cache with readahead is no baseline of reads without. Runs with a lookahead plan are the view lookahead_effect's.
+-- An effect inside what either does against itself is none; with fewer than five runs of either it is not known.
 CREATE VIEW owner_comparison AS
 WITH walled AS (
     SELECT
@@ -67,3 +67,36 @@ SELECT
     END AS effect_time
 FROM paired
 ORDER BY ALL;
+
+COMMENT ON COLUMN owner_comparison.limited_by
+    IS 'what limited memory: the version of the cgroup, what stood for the machine, or boot and offline';
+COMMENT ON COLUMN owner_comparison.is_repeated_enough
+    IS 'whether there are at least five repetitions (of both, where two are compared); null without a partner';
+COMMENT ON COLUMN owner_comparison.repetitions IS 'valid and complete runs of the owner';
+COMMENT ON COLUMN owner_comparison.page_cache_repetitions
+    IS 'the same of the page cache; null where it was not run alike';
+COMMENT ON COLUMN owner_comparison.page_cache_condition_hash IS 'names the condition of the page cache';
+COMMENT ON COLUMN owner_comparison.page_cache_capacity_bytes IS 'capacity_bytes of the page cache [byte]';
+COMMENT ON COLUMN owner_comparison.page_cache_resident_bytes IS 'its median measured residency [byte]';
+COMMENT ON COLUMN owner_comparison.device_low_bytes IS 'least device bytes of a run [byte]';
+COMMENT ON COLUMN owner_comparison.device_high_bytes IS 'most device bytes of a run [byte]';
+COMMENT ON COLUMN owner_comparison.served_without_device
+    IS '1 − device_bytes ÷ demand_bytes; below 0 where more was read than asked for';
+COMMENT ON COLUMN owner_comparison.page_cache_device_bytes IS 'lower median of the page cache''s device bytes [byte]';
+COMMENT ON COLUMN owner_comparison.page_cache_served_without_device IS '1 − page_cache_device_bytes ÷ demand_bytes';
+COMMENT ON COLUMN owner_comparison.device_over_page_cache IS 'device_bytes ÷ page_cache_device_bytes';
+COMMENT ON COLUMN owner_comparison.saved_device_bytes IS 'page_cache_device_bytes − device_bytes [byte]';
+COMMENT ON COLUMN owner_comparison.spread_bytes IS 'range of the owner''s device bytes [byte]';
+COMMENT ON COLUMN owner_comparison.page_cache_spread_bytes IS 'range of the page cache''s [byte]';
+COMMENT ON COLUMN owner_comparison.effect_bytes
+    IS 'less or more device bytes than the page cache; none inside either range; null below five runs of either';
+COMMENT ON COLUMN owner_comparison.timed_runs IS 'runs whose times are valid';
+COMMENT ON COLUMN owner_comparison.page_cache_timed_runs IS 'the same of the page cache';
+COMMENT ON COLUMN owner_comparison.wall_low_ns IS 'shortest wall_ns of a run [ns]';
+COMMENT ON COLUMN owner_comparison.wall_high_ns IS 'longest wall_ns of a run [ns]';
+COMMENT ON COLUMN owner_comparison.page_cache_wall_ns IS 'lower median of the page cache''s wall_ns [ns]';
+COMMENT ON COLUMN owner_comparison.wall_over_page_cache IS 'wall_ns ÷ page_cache_wall_ns';
+COMMENT ON COLUMN owner_comparison.saved_ns IS 'page_cache_wall_ns − wall_ns [ns]';
+COMMENT ON COLUMN owner_comparison.spread_ns IS 'range of the owner''s wall_ns [ns]';
+COMMENT ON COLUMN owner_comparison.page_cache_spread_ns IS 'range of the page cache''s [ns]';
+COMMENT ON COLUMN owner_comparison.effect_time IS 'as effect_bytes, of wall_ns over runs whose times are valid';

@@ -56,7 +56,8 @@ SELECT
     destination, threads, observe, residency_counter, files_stay_open, verify, warm_pass, access_order, step_begin,
     step_end, headroom_bytes, delivery, plan_hash, piece_bytes, hint_slots,
     -- What they may differ in.
-    mechanism, limited_by, outer_group_bytes, group_stat, is_mglru, mglru, kernel_release, virtualization, machine_id, condition_hash,
+    mechanism, limited_by, outer_group_bytes, group_stat, is_mglru, mglru, kernel_release, virtualization, machine_id,
+    condition_hash,
     quantile_disc(capacity_bytes, 0.5) AS capacity_bytes,
     quantile_disc(enforced_bytes, 0.5) AS enforced_bytes,
     count(*) AS valid_runs,

@@ -3,7 +3,7 @@ CREATE VIEW reclaim_pair AS
 WITH shared AS (
     SELECT
         *,
-        -- All but what limits memory and how it is reclaimed. A balloon's group stands for the machine, so that its limit
+        -- All but what limits memory and how it is reclaimed. A balloon's group stands for the machine, so its limit
         -- belongs to the mechanism.
         row(
             trace_id, pool_id, machine_kind, owner, policy, scope, fit, admission, seed, arena_fraction, miss_path,

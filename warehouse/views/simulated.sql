@@ -1,7 +1,8 @@
 -- What did each simulated contract find resident, whether it was part of the graph or of a sweep?
--- One row per contract and outcome of hit_rate and sweep. fit_trace_id and admission_trace_id name the other trace that a
--- table of contents, or of what may enter, was fitted on; null where it is the trace itself, or a file that does not say.
--- admission_size is what is left of such a table without its fit. knows_the_future: a table saw steps that are scored.
+-- One row per contract and outcome of hit_rate and sweep. fit_trace_id and admission_trace_id name the other trace
+-- that a table of contents, or of what may enter, was fitted on; null where it is the trace itself, or a file that
+-- does not say. admission_size is what is left of such a table without its fit. knows_the_future: a table saw steps
+-- that are scored.
 CREATE VIEW simulated AS
 WITH told AS (
     SELECT * FROM hit_rate
