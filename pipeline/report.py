@@ -64,7 +64,7 @@ from pipeline.replay_report import native_runs
 from replayer.disclosure import belady_gap, best_causal, is_causal
 from schemas.columns import COLUMNS
 from schemas.files import DataFolder, publish, remove_stale
-from schemas.tables import CONTRACT, EXPERIMENT_TABLES, LAB_TABLES, REPLAY_TABLES, SWEEP_TABLES, TABLES
+from schemas.tables import CONTRACT, DECODE_TABLES, EXPERIMENT_TABLES, LAB_TABLES, REPLAY_TABLES, SWEEP_TABLES, TABLES
 from warehouse.build import read_tables
 
 TEMPLATE = "report.html.j2"
@@ -167,7 +167,9 @@ OTHER_STYLES: tuple[LineStyle, ...] = (
 )
 WIDTH_STYLES: tuple[LineStyle, ...] = (("blue", "-", "o"), ("vermillion", "-", "s"), ("green", "-", "D"))
 _OF_TRACES = tuple(
-    name for name in TABLES if name not in (*REPLAY_TABLES, *EXPERIMENT_TABLES, *LAB_TABLES, *SWEEP_TABLES, "inversion")
+    name
+    for name in TABLES
+    if name not in (*REPLAY_TABLES, *EXPERIMENT_TABLES, *LAB_TABLES, *DECODE_TABLES, *SWEEP_TABLES, "inversion")
 )
 _FUTURE = "Knowing the future"
 _WHOLE_CURVE = 20
