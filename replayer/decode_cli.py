@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from replayer.capacity import remove_leftovers
 from replayer.checkpoints import MalformedCheckpoint
 from replayer.command import Parser, byte_size, count
-from replayer.pool import Pool, map_pool, read_pool
 from replayer.decode_results import pair_row, run_row, told_of, write_decode, write_pair
+from replayer.pool import Pool, map_pool, read_pool
 from replayer.replay_cli import add_options_of_a_run, check_threads, print_verdicts, request_of
 from replayer.request import Request, UnusableReplay, check_request
 from replayer.routes import RoutedLayer, RoutedPass, is_routes, write_routes
@@ -84,6 +84,15 @@ def add_decode_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="what to compute in: the checkpoint's type (default), or float32",
     )
     command.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="what computes: the processor (default), or a GPU"
+    )
+    command.add_argument(
+        "--placement",
+        choices=("copy", "adopt"),
+        help="with --device cuda: copy each expert to it while the last is computed (default), or let it read the "
+        "host's pages in place, where it can",
+    )
+    command.add_argument(
         "--lookahead", action="store_true", help="also let each layer's input name the next layer's experts, as a plan"
     )
     command.add_argument(
@@ -122,16 +131,24 @@ def _decode(arguments: argparse.Namespace) -> int:
         )
     if arguments.out is not None:
         _check_out(arguments.out)
+    if arguments.placement is not None and arguments.device != "cuda":
+        raise UnusableReplay(f"--placement {arguments.placement} belongs to --device cuda; leave it out, or add that")
     data = _data_folder(arguments.data)
     let_compute_threads_sleep()
     # Seconds of import, which other commands do without.
     from replayer.decoder import UnusableCheckpoint
+    from replayer.device import NoAccelerator
+    from replayer.placement import check_placement
 
     try:
+        if arguments.device == "cuda":
+            check_placement(arguments.placement or "copy")
         return _pairs(arguments, data) if arguments.experiment is not None else _one(arguments, data)
     except UnusableCheckpoint as error:
         # A class that this module's importers can do without.
         raise MalformedCheckpoint(str(error)) from error
+    except NoAccelerator as error:
+        raise UnusableReplay(str(error)) from error
 
 
 def let_compute_threads_sleep() -> None:
@@ -174,7 +191,7 @@ def _loaded(arguments: argparse.Namespace) -> Iterator[tuple["Decoder", Pool, li
     """The model, the map of its experts, and the prompts' tokens, all looked at before anything is decoded."""
     from replayer.decoder import load_decoder, read_prompt
 
-    decoder = load_decoder(arguments.model, dtype=arguments.dtype)
+    decoder = load_decoder(arguments.model, device=arguments.device, dtype=arguments.dtype)
     prompts = [read_prompt(path, decoder) for path in arguments.prompt]
     for prompt_ids in prompts:
         decoder.check(prompt_ids, arguments.tokens)
@@ -204,6 +221,7 @@ def _decoded(
         prefill_chunk=arguments.prefill_chunk,
         slot_memory_bytes=arguments.slots,
         lookahead=arguments.lookahead,
+        placement=(arguments.placement or "copy") if arguments.device == "cuda" else None,
         wait_s=arguments.wait,
     )
 

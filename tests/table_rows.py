@@ -211,8 +211,9 @@ ROWS: dict[str, dict] = {
         "kernel_package": "linux-image-6.12 6.12-1", "compiled_files": 0,
     },
     "decode_run": {
-        "run_id": "20261203T033000-0a1b2c3d", "started_at": "2026-12-03T03:30:00Z", "condition_hash": "0123456789abcdef",
-        "pool_id": "pool-1", "machine_id": "machine-1", "replayer_version": "0.1.0", "model": "qwen3_moe",
+        "run_id": "20261203T033000-0a1b2c3d", "started_at": "2026-12-03T03:30:00Z",
+        "condition_hash": "0123456789abcdef", "pool_id": "pool-1", "machine_id": "machine-1",
+        "replayer_version": "0.1.0", "model": "qwen3_moe",
         "model_folder": "sample", "computed_by": "expert-tier", "compute_dtype": "bfloat16", "prompt_name": "code.txt",
         "prompt_sha256": "0" * 64, "prompt_tokens": 30, "decoded_tokens": 11, "bytes_valid": True, "bytes_reasons": "",
         "time_valid": True, "time_reasons": "", "degenerate": False, "owner": "page_cache", "policy": None,

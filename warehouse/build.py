@@ -2,9 +2,9 @@
 
 A warehouse is built aside and renamed over the old one, so readers keep the file they opened and never block a build.
 Tables hold copies of the results (small); the view `routing` reads the traces where they lie (large). A native run
-exists once its row in `replay_run` does (a decode in `decode_run`), which the replayer writes last: rows of a run that was killed before are left
-out of every other table. Nothing is computed here, and no SQL is made of text that came out of a dump: names come from
-our own definitions, values and paths travel as parameters or as escaped literals.
+exists once its row in `replay_run` does, a decode in `decode_run`, which the replayer writes last: rows of a run that
+was killed before are left out of every other table. Nothing is computed here, and no SQL is made of text that came out
+of a dump: names come from our own definitions, values and paths travel as parameters or as escaped literals.
 """
 
 import contextlib
