@@ -4,34 +4,40 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PORT ?= 3000
-# Tests that replay nothing natively and time nothing, in two parts. Of the others most need the machine's one lock;
-# those of the graph and the command line are there since both lanes then take as long.
+# Tests that replay nothing natively and time nothing, in two parts. Of the others most need the machine's one lock.
 PURE_1 := $(patsubst %,tests/test_%.py,accounting bad_dumps benefit boundaries canonical checkpoints containers curves \
   decoder disclosure docs dumps dumps_hooks dumps_llama_cpp dumps_megatron dumps_repeats dumps_rl \
   dumps_router_logits dumps_sglang \
   dumps_tensorrt_llm dumps_vllm experiment_report export fuzz_dumps hit_curves hostile intervals inversion libcachesim \
   locality lookahead lookahead_cli lookahead_effect lookahead_report model_sizes open_format plan policies predictors \
   prefetch priorities)
-PURE_2 := $(patsubst %,tests/test_%.py,answer_views lab_report published_values quantities queues reclaim_report reclaim_views report \
+PURE_2 := $(patsubst %,tests/test_%.py,answer_views decode_report lab_report placement published_values quantities queues \
+  reclaim_report reclaim_views report \
   sample schemas simulate simulate_cli streams sweep token_identity trace user_cache validator warehouse)
+# Whole commands and the graph: they replay as well, but mostly compute.
+COMMANDS := $(patsubst %,tests/test_%.py,cli cli_replays decode graph native_graph)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-native test-guests test-pure-1 test-pure-2 types dev bench lab-setup lab format clean
+.PHONY: demo test test-native test-commands test-guests test-pure-1 test-pure-2 types dev bench lab-setup lab format clean
 
 demo: $(INSTALLED)
 	@$(BIN)/expert-tier demo
 
 # Three jobs at a time, each printed when it ends: first the tests that wait for the disk and for each other. Beside them
-# the types, so that what numba compiles for the first is on disk when the others come to need it.
+# the types, so that what numba compiles for the first is on disk when the others come to need it. What replays is in two
+# parts, since each waits for the machine's one lock for a part of its time only.
 test: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target --keep-going test-native types test-pure-1 \
-	  test-pure-2 test-guests
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target --keep-going test-native test-commands types \
+	  test-guests test-pure-1 test-pure-2
 
 test-native: $(INSTALLED)
-	@$(BIN)/pytest -rs --ignore=tests/test_lab.py $(PURE_1:%=--ignore=%) $(PURE_2:%=--ignore=%)
+	@$(BIN)/pytest -rs --ignore=tests/test_lab.py $(COMMANDS:%=--ignore=%) $(PURE_1:%=--ignore=%) $(PURE_2:%=--ignore=%)
+
+test-commands: $(INSTALLED)
+	@$(BIN)/pytest -rs $(COMMANDS)
 
 test-guests: $(INSTALLED)
 	@$(BIN)/pytest -rs tests/test_lab.py

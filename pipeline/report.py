@@ -18,6 +18,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter
 
+from pipeline.decode_report import VIEWS as DECODE_VIEWS
+from pipeline.decode_report import decode_blocks
 from pipeline.dump_checks import ORDER
 from pipeline.experiment_report import experiments
 from pipeline.inversion import COMMAND as INVERSION_COMMAND
@@ -64,7 +66,7 @@ from pipeline.replay_report import native_runs
 from replayer.disclosure import belady_gap, best_causal, is_causal
 from schemas.columns import COLUMNS
 from schemas.files import DataFolder, publish, remove_stale
-from schemas.tables import CONTRACT, EXPERIMENT_TABLES, LAB_TABLES, REPLAY_TABLES, SWEEP_TABLES, TABLES
+from schemas.tables import CONTRACT, DECODE_TABLES, EXPERIMENT_TABLES, LAB_TABLES, REPLAY_TABLES, SWEEP_TABLES, TABLES
 from warehouse.build import read_tables
 
 TEMPLATE = "report.html.j2"
@@ -167,7 +169,9 @@ OTHER_STYLES: tuple[LineStyle, ...] = (
 )
 WIDTH_STYLES: tuple[LineStyle, ...] = (("blue", "-", "o"), ("vermillion", "-", "s"), ("green", "-", "D"))
 _OF_TRACES = tuple(
-    name for name in TABLES if name not in (*REPLAY_TABLES, *EXPERIMENT_TABLES, *LAB_TABLES, *SWEEP_TABLES, "inversion")
+    name
+    for name in TABLES
+    if name not in (*REPLAY_TABLES, *EXPERIMENT_TABLES, *LAB_TABLES, *DECODE_TABLES, *SWEEP_TABLES, "inversion")
 )
 _FUTURE = "Knowing the future"
 _WHOLE_CURVE = 20
@@ -184,7 +188,7 @@ def write_report(data_dir: Path) -> Path:
         warehouse.build.QueryFailed: the warehouse cannot be opened, or an older version built it.
         OSError: the page cannot be written.
     """
-    page = render_report(read_tables(data_dir, views=(*LOOKAHEAD_VIEWS, *RECLAIM_VIEWS, *LAB_VIEWS)))
+    page = render_report(read_tables(data_dir, views=(*LOOKAHEAD_VIEWS, *RECLAIM_VIEWS, *LAB_VIEWS, *DECODE_VIEWS)))
     file = DataFolder(data_dir).report
     remove_stale(file.parent)
     with publish(file) as temporary:
@@ -193,7 +197,7 @@ def write_report(data_dir: Path) -> Path:
 
 
 def render_report(tables: dict[str, pl.DataFrame]) -> str:
-    """The page for these tables, and for the views of `lookahead_report`, `reclaim_report` and `lab_report` if present.
+    """The page for these tables, and for the `VIEWS` of the modules it imports, if present.
 
     The same tables give the same bytes.
     """
@@ -220,6 +224,7 @@ def render_report(tables: dict[str, pl.DataFrame]) -> str:
         native=native_runs(tables, plots),
         reclaim=reclaim_blocks(tables),
         labs=lab_blocks(tables),
+        decodes=decode_blocks(tables),
         experiments=experiments(tables),
         colours=COLOURS,
     )

@@ -18,6 +18,7 @@ import torch
 
 from replayer.decoder import Decoded, Decoder
 from replayer.owners import ReadPlan
+from replayer.placement import Copied, CudaLane, adopted
 from replayer.pool import Pool
 from replayer.replay import Run, replay_as_asked
 from replayer.request import Request, UnusableReplay
@@ -73,20 +74,45 @@ class Shape:
 
 
 class TierSource:
-    """Experts from the slots of a seat: tensors over the bytes that were read there, not copies of them."""
+    """Experts from the slots of a seat: tensors over the bytes that were read there, not copies of them.
 
-    def __init__(self, asking: Asking, first_object: Mapping[int, int], shapes: Sequence[Sequence[Shape]]) -> None:
+    With placement `copy` they are copied to the CUDA device as they are used, with `adopt` it reads them in place.
+    """
+
+    def __init__(
+        self,
+        asking: Asking,
+        first_object: Mapping[int, int],
+        shapes: Sequence[Sequence[Shape]],
+        placement: str | None = None,
+    ) -> None:
         self.asking, self.first_object, self.shapes = asking, first_object, shapes
         self._memory = torch.from_numpy(asking.seat.slots)
+        self._lane = CudaLane(self._memory.shape[-1]) if placement == "copy" else None
+        self._adopts = placement == "adopt"
+        if self._adopts:
+            self._memory = adopted(self._memory, torch.device("cuda"))
 
-    def serve(self, layer_id: int, expert_ids: Sequence[int]) -> list[dict[str, torch.Tensor]]:
+    def serve(self, layer_id: int, expert_ids: Sequence[int]) -> list[Mapping[str, torch.Tensor]]:
         """The experts' tensors, in the order asked for; valid until the next call.
 
         Raises:
             NotServed: the loop has ended.
         """
         objects = self.first_object[layer_id] + np.asarray(expert_ids, dtype=np.int64)
+        if self._adopts:
+            # The slots are read from until what was asked for before is computed.
+            torch.cuda.current_stream().synchronize()
         self.asking.ask(objects)
+        if self._lane is not None:
+            slots = [
+                self._memory[place, 0, : max(one.begin + one.length for one in self.shapes[obj])]
+                for place, obj in enumerate(objects.tolist())
+            ]
+            tensors = [self.shapes[obj] for obj in objects.tolist()]
+            return Copied(
+                self._lane, slots, lambda place, whole: {one.part: _tensor(whole, one) for one in tensors[place]}
+            ).experts()
         return [
             {one.part: _tensor(self._memory[place, 0], one) for one in self.shapes[obj]}
             for place, obj in enumerate(objects.tolist())
@@ -112,11 +138,13 @@ def decode(
     prefill_chunk: int | None = None,
     slot_memory_bytes: int | None = None,
     lookahead: bool = False,
+    placement: str | None = None,
     wait_s: float = 0,
 ) -> DecodeRun:
     """Decodes `tokens` greedy tokens after the prompt, experts served as `request` says; call from the main thread.
 
-    With a warm-up pass the same is decoded twice, and the second time is measured.
+    With a warm-up pass the same is decoded twice, and the second time is measured. placement: of `placement.PLACEMENTS`
+    for a decoder on a CUDA device, checked before; null on the processor.
 
     Raises:
         UnusableReplay: model and pool do not go together, or an owner must know the future. NotServed: the run did not
@@ -130,7 +158,7 @@ def decode(
     done: list[tuple[Decoded, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
 
     def ask(asking: Asking, reads: ReadPlan) -> None:
-        source = TierSource(asking, first_object, _shapes(decoder, pool, reads))
+        source = TierSource(asking, first_object, _shapes(decoder, pool, reads), placement)
         decoded = decoder.decode(prompt_ids, tokens, source, prefill_chunk=chunk, lookahead=lookahead)
         done.append((decoded, asking.request_ns.copy(), asking.served_ns.copy()))
 

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from replayer.capacity import remove_leftovers
 from replayer.checkpoints import MalformedCheckpoint
 from replayer.command import Parser, byte_size, count
+from replayer.decode_results import pair_row, run_row, told_of, write_decode, write_pair
 from replayer.pool import Pool, map_pool, read_pool
 from replayer.replay_cli import add_options_of_a_run, check_threads, print_verdicts, request_of
 from replayer.request import Request, UnusableReplay, check_request
 from replayer.routes import RoutedLayer, RoutedPass, is_routes, write_routes
 from replayer.token_identity import Arm, summary, time_ratio, turns, void
 from schemas.columns import OWNERS
+from schemas.files import DataFolder
 
 if TYPE_CHECKING:
     from replayer.decode import DecodeRun
@@ -31,6 +33,7 @@ examples:
   replayer decode --model MODEL --prompt PROMPT.txt --tokens 64 --owner restream --cold
   replayer decode --model MODEL --prompt PROMPT.txt --tokens 64 --mechanism cgroup --capacity 8GiB --out routes.jsonl
   replayer decode --model MODEL --prompt A.txt --prompt B.txt --prompt C.txt --tokens 64 --experiment token-identity
+  replayer decode --model MODEL --prompt PROMPT.txt --tokens 64 --data data
 
 Embeddings, attention, norms, routers and shared experts stay in memory; every routed expert is read by --owner inside
 the limit, as a replay reads it, and computed from where it was read to. Greedy tokens, exactly --tokens of them: an
@@ -81,6 +84,15 @@ def add_decode_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="what to compute in: the checkpoint's type (default), or float32",
     )
     command.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="what computes: the processor (default), or a GPU"
+    )
+    command.add_argument(
+        "--placement",
+        choices=("copy", "adopt"),
+        help="with --device cuda: copy each expert to it while the last is computed (default), or let it read the "
+        "host's pages in place, where it can",
+    )
+    command.add_argument(
         "--lookahead", action="store_true", help="also let each layer's input name the next layer's experts, as a plan"
     )
     command.add_argument(
@@ -95,6 +107,9 @@ def add_decode_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         "--experiment-seed", type=count, metavar="N", help="of token-identity: of the third pair's order (default 0)"
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="write the routes as an open dump (.jsonl)")
+    command.add_argument(
+        "--data", type=Path, metavar="DIR", help="append each decode, and each pair, to the results of this data folder"
+    )
     command.add_argument("--by-layer", action="store_true", help="also print where a token's time went, layer by layer")
     command.add_argument("--json", action="store_true", help="print one JSON document")
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -116,15 +131,24 @@ def _decode(arguments: argparse.Namespace) -> int:
         )
     if arguments.out is not None:
         _check_out(arguments.out)
+    if arguments.placement is not None and arguments.device != "cuda":
+        raise UnusableReplay(f"--placement {arguments.placement} belongs to --device cuda; leave it out, or add that")
+    data = _data_folder(arguments.data)
     let_compute_threads_sleep()
     # Seconds of import, which other commands do without.
     from replayer.decoder import UnusableCheckpoint
+    from replayer.device import NoAccelerator
+    from replayer.placement import check_placement
 
     try:
-        return _pairs(arguments) if arguments.experiment is not None else _one(arguments)
+        if arguments.device == "cuda":
+            check_placement(arguments.placement or "copy")
+        return _pairs(arguments, data) if arguments.experiment is not None else _one(arguments, data)
     except UnusableCheckpoint as error:
         # A class that this module's importers can do without.
         raise MalformedCheckpoint(str(error)) from error
+    except NoAccelerator as error:
+        raise UnusableReplay(str(error)) from error
 
 
 def let_compute_threads_sleep() -> None:
@@ -136,9 +160,23 @@ def let_compute_threads_sleep() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def _one(arguments: argparse.Namespace) -> int:
+def _data_folder(root: Path | None) -> DataFolder | None:
+    """The data folder, after a trial: a decode may take an hour. OSError where nothing can be written there."""
+    if root is None:
+        return None
+    data = DataFolder(root)
+    data.results.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=data.results):
+        pass
+    return data
+
+
+def _one(arguments: argparse.Namespace, data: DataFolder | None) -> int:
     with _loaded(arguments) as (decoder, pool, prompts):
         one = _decoded(arguments, decoder, pool, prompts[0], request_of(arguments, destination="none"))
+    if data is not None:
+        told = told_of(arguments.model, arguments.prompt[0], prompts[0], arguments.tokens, decoder.family)
+        write_decode(data, run_row(told, decoder, one, len(prompts[0])), one)
     if arguments.out is not None:
         write_routes(arguments.out, decoder.top_k, facts_of(decoder, one), routed_passes(one))
     if arguments.json:
@@ -153,7 +191,7 @@ def _loaded(arguments: argparse.Namespace) -> Iterator[tuple["Decoder", Pool, li
     """The model, the map of its experts, and the prompts' tokens, all looked at before anything is decoded."""
     from replayer.decoder import load_decoder, read_prompt
 
-    decoder = load_decoder(arguments.model, dtype=arguments.dtype)
+    decoder = load_decoder(arguments.model, device=arguments.device, dtype=arguments.dtype)
     prompts = [read_prompt(path, decoder) for path in arguments.prompt]
     for prompt_ids in prompts:
         decoder.check(prompt_ids, arguments.tokens)
@@ -183,12 +221,14 @@ def _decoded(
         prefill_chunk=arguments.prefill_chunk,
         slot_memory_bytes=arguments.slots,
         lookahead=arguments.lookahead,
+        placement=(arguments.placement or "copy") if arguments.device == "cuda" else None,
         wait_s=arguments.wait,
     )
 
 
-def _pairs(arguments: argparse.Namespace) -> int:
+def _pairs(arguments: argparse.Namespace, data: DataFolder | None) -> int:
     """Decodes every pair; the document or its lines. 1 if a pair is void."""
+    pairs_id = None
     requests = [request_of(arguments, destination="none")]
     requests.append(dataclasses.replace(requests[0], owner=arguments.against, policy=None))
     for request in requests:
@@ -202,6 +242,19 @@ def _pairs(arguments: argparse.Namespace) -> int:
             arm = _arm_of(one)
             done.setdefault((turn.prompt, turn.pair), {})[turn.arm] = arm
             order.setdefault((turn.prompt, turn.pair), []).append(arm.owner)
+            pairs_id = pairs_id or arm.run_id
+            if data is not None:
+                told = told_of(
+                    arguments.model,
+                    arguments.prompt[turn.prompt],
+                    prompts[turn.prompt],
+                    arguments.tokens,
+                    decoder.family,
+                )
+                write_decode(data, run_row(told, decoder, one, len(prompts[turn.prompt])), one)
+                arms, place = done[turn.prompt, turn.pair], order[turn.prompt, turn.pair]
+                if len(arms) == len(requests):
+                    write_pair(data, pair_row(told, pairs_id, turn.pair, seed, (arms[0], arms[1]), place[0]))
             if not arguments.json:
                 print(
                     f"{arguments.prompt[turn.prompt]}, pair {turn.pair}: {arm.owner}, tokens {arm.token_sha256[:12]}, "

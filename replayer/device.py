@@ -71,7 +71,7 @@ def allocate(kind: str, num_threads: int, num_slots: int, slot_bytes: int) -> Re
     tensor = torch.empty(size + HUGE_PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
     targets = [torch.empty(slot_bytes, dtype=torch.uint8, device="cuda") for _ in range(num_threads)]
     streams = [torch.cuda.Stream() for _ in range(num_threads)]
-    runtime = ctypes.CDLL(_cuda_runtime())
+    runtime = ctypes.CDLL(cuda_runtime())
     return Region(
         _slots(tensor.numpy(), num_threads, num_slots, slot_bytes),
         np.array([target.data_ptr() for target in targets], dtype=np.int64),
@@ -137,7 +137,7 @@ def _whole_huge_pages(size: int) -> int:
     return -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
-def _cuda_runtime() -> str:
+def cuda_runtime() -> str:
     """Path of the CUDA runtime that torch has loaded: a second copy would have contexts of its own."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         name = line.rpartition(" ")[2]

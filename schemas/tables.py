@@ -423,6 +423,41 @@ _TABLES = [
             "boot_limit_bytes", "accelerator", "qemu_version", "kernel_package", "compiled_files",
         }),
     ),
+    Table(
+        name="decode_run",
+        grain="One row per decode that was measured, its experts served through the tier.",
+        key=("run_id",),
+        measures=(
+            "started_at", "condition_hash", "pool_id", "machine_id", "replayer_version", "model", "model_folder",
+            "computed_by", "compute_dtype", "prompt_name", "prompt_sha256", "prompt_tokens", "decoded_tokens",
+            "bytes_valid", "bytes_reasons", "time_valid", "time_reasons", "degenerate", "owner", "policy", "mechanism",
+            "threads", "warm_pass", "capacity_bytes", "wall_bytes", "accesses", "demand_bytes", "device_bytes",
+            "token_sha256", "warm_token_sha256", "warm_up_ns", "first_token_ns", "first_token_wait_ns", "decode_ns",
+            "decode_wait_ns", "decode_rest_ns", "decode_passes", "decode_ns_per_token",
+        ),
+        nullable=frozenset({
+            "policy", "capacity_bytes", "wall_bytes", "device_bytes", "warm_token_sha256", "warm_up_ns",
+        }),
+        sums=(("decode_ns", ("decode_wait_ns", "decode_rest_ns")),),
+    ),
+    Table(
+        name="decode_layer",
+        grain="One row per decode, MoE layer and phase.",
+        key=("run_id", "decode_phase", "layer_id"),
+        measures=("events", "accesses", "layer_wait_ns", "layer_compute_ns", "layer_lookahead_ns"),
+    ),
+    Table(
+        name="decode_pair",
+        grain="One row per pair of decodes of one prompt by two owners.",
+        key=("decode_pair_id",),
+        measures=(
+            "pairs_id", "model", "model_folder", "prompt_name", "prompt_sha256", "decoded_tokens", "pair", "order_seed",
+            "owner", "against", "first_owner", "owner_run_id", "against_run_id", "owner_token_sha256",
+            "against_token_sha256", "identical", "void_reason", "owner_time_valid", "against_time_valid",
+            "owner_decode_ns", "against_decode_ns",
+        ),
+        nullable=frozenset({"void_reason"}),
+    ),
 ]  # fmt: skip
 
 TABLES: dict[str, Table] = {table.name: table for table in _TABLES}
@@ -448,6 +483,9 @@ EXPERIMENT_TABLES = ("experiment", "experiment_run", "experiment_condition", "ex
 
 LAB_TABLES = ("lab", "lab_run")
 """What `replayer lab` writes beside the runs themselves."""
+
+DECODE_TABLES = ("decode_run", "decode_layer", "decode_pair")
+"""What `replayer decode` writes, beside the pool and the machine; a decode exists once its row in decode_run does."""
 
 SWEEP_TABLES = ("sweep",)
 """What `replayer sweep` writes; all other tables come from analyses."""

@@ -210,5 +210,31 @@ ROWS: dict[str, dict] = {
         "guest_memory_bytes": 2**30, "boot_limit_bytes": None, "accelerator": "tcg", "qemu_version": "7.2.22",
         "kernel_package": "linux-image-6.12 6.12-1", "compiled_files": 0,
     },
+    "decode_run": {
+        "run_id": "20261203T033000-0a1b2c3d", "started_at": "2026-12-03T03:30:00Z",
+        "condition_hash": "0123456789abcdef", "pool_id": "pool-1", "machine_id": "machine-1",
+        "replayer_version": "0.1.0", "model": "qwen3_moe",
+        "model_folder": "sample", "computed_by": "expert-tier", "compute_dtype": "bfloat16", "prompt_name": "code.txt",
+        "prompt_sha256": "0" * 64, "prompt_tokens": 30, "decoded_tokens": 11, "bytes_valid": True, "bytes_reasons": "",
+        "time_valid": True, "time_reasons": "", "degenerate": False, "owner": "page_cache", "policy": None,
+        "mechanism": "cgroup", "threads": 8, "warm_pass": True, "capacity_bytes": 800, "wall_bytes": 1000,
+        "accesses": 40, "demand_bytes": 4000, "device_bytes": 1800, "token_sha256": "1" * 64,
+        "warm_token_sha256": "1" * 64, "warm_up_ns": 9_000, "first_token_ns": 3_000, "first_token_wait_ns": 1_000,
+        "decode_ns": 5_000, "decode_wait_ns": 2_000, "decode_rest_ns": 3_000, "decode_passes": 10,
+        "decode_ns_per_token": 500.0,
+    },
+    "decode_layer": {
+        "run_id": "20261203T033000-0a1b2c3d", "decode_phase": "decode", "layer_id": 1, "events": 10, "accesses": 20,
+        "layer_wait_ns": 900, "layer_compute_ns": 1_200, "layer_lookahead_ns": 0,
+    },
+    "decode_pair": {
+        "decode_pair_id": "20261203T033000-0a1b2c3d,20261203T033100-0a1b2c3d", "pairs_id": "20261203T033000-0a1b2c3d",
+        "model": "qwen3_moe", "model_folder": "sample", "prompt_name": "code.txt", "prompt_sha256": "0" * 64,
+        "decoded_tokens": 11, "pair": 0, "order_seed": 0, "owner": "page_cache", "against": "restream",
+        "first_owner": "page_cache", "owner_run_id": "20261203T033000-0a1b2c3d",
+        "against_run_id": "20261203T033100-0a1b2c3d", "owner_token_sha256": "1" * 64, "against_token_sha256": "1" * 64,
+        "identical": True, "void_reason": None, "owner_time_valid": True, "against_time_valid": True,
+        "owner_decode_ns": 5_000, "against_decode_ns": 5_500,
+    },
 }  # fmt: skip
 ROWS["sweep"] = {"cell_hash": "0123456789abcdef", **ROWS["hit_rate"]}

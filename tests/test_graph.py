@@ -21,7 +21,7 @@ from pipeline.ingest import ingest, read_user_metadata
 from pipeline.inversion import PARTITION, SyntheticRouter, inversion_rows, synthetic_trace
 from pipeline.results import PER_TRACE_TABLES, stale_traces
 from schemas.files import DataFolder
-from schemas.tables import EXPERIMENT_TABLES, LAB_TABLES, REPLAY_TABLES, SWEEP_TABLES, TABLES
+from schemas.tables import DECODE_TABLES, EXPERIMENT_TABLES, LAB_TABLES, REPLAY_TABLES, SWEEP_TABLES, TABLES
 from schemas.trace import UserMetadata
 from tests.graph_runs import drop, materialize
 from tests.raw_dumps import random_routes, tok_layers_dump
@@ -80,7 +80,10 @@ def test_the_graph_is_what_it_was():
 def test_every_table_has_an_asset_of_its_name_with_a_description_and_a_blocking_check():
     graph = defs.resolve_asset_graph()
     # A sweep or an experiment is asked for on the command line; the warehouse loads its folder.
-    for name in [*(set(TABLES) - set(SWEEP_TABLES) - set(EXPERIMENT_TABLES) - set(LAB_TABLES)), "routing"]:
+    for name in [
+        *(set(TABLES) - set(SWEEP_TABLES) - set(EXPERIMENT_TABLES) - set(LAB_TABLES) - set(DECODE_TABLES)),
+        "routing",
+    ]:
         node = graph.get(dg.AssetKey(name))
         assert node.description
         specs = [graph.get_check_spec(key) for key in node.check_keys]
@@ -99,7 +102,8 @@ def test_a_dump_goes_all_the_way_to_warehouse_and_report_and_a_second_run_gives_
             assert columns == list(table.column_names), name
             # Analyses neither replay natively, nor sweep, nor experiment.
             rows = connection.execute(f"SELECT count(*) FROM {name}").fetchall()[0][0]
-            assert (rows == 0) == (name in (*REPLAY_TABLES, *EXPERIMENT_TABLES, *LAB_TABLES, *SWEEP_TABLES)), name
+            elsewhere = (*REPLAY_TABLES, *EXPERIMENT_TABLES, *LAB_TABLES, *DECODE_TABLES, *SWEEP_TABLES)
+            assert (rows == 0) == (name in elsewhere), name
         assert connection.execute("SELECT count(*) FROM routing").fetchall()[0][0] == 2 * (12 + 120)
     assert list(stale_traces(data)) == []
     assert first in data.report.read_text()

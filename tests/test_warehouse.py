@@ -385,7 +385,7 @@ def test_relations_are_listed_with_question_and_rows(tmp_path):
         "replay_summary", "quarantined_runs",
         "native_vs_simulated", "reclaim_condition", "reclaim_pair", "mechanism_agreement", "reclaim_knee", "lab_matrix",
         "native_condition", "simulated", "capacity_response", "owner_comparison", "off_domain", "admission_effect",
-        "kernel_model_fit", "routing",
+        "kernel_model_fit", "decode_summary", "decode_pair_ratio", "routing",
     }  # fmt: skip
     assert all(view["comment"].endswith("?") for view in views.values())
     assert (views["policy_comparison"]["rows"], views["routing"]["rows"]) == (1, 1)

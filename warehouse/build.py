@@ -2,9 +2,9 @@
 
 A warehouse is built aside and renamed over the old one, so readers keep the file they opened and never block a build.
 Tables hold copies of the results (small); the view `routing` reads the traces where they lie (large). A native run
-exists once its row in `replay_run` does, which the replayer writes last: rows of a run that was killed before are left
-out of every other table. Nothing is computed here, and no SQL is made of text that came out of a dump: names come from
-our own definitions, values and paths travel as parameters or as escaped literals.
+exists once its row in `replay_run` does, a decode in `decode_run`, which the replayer writes last: rows of a run that
+was killed before are left out of every other table. Nothing is computed here, and no SQL is made of text that came out
+of a dump: names come from our own definitions, values and paths travel as parameters or as escaped literals.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import polars as pl
 
 from schemas.columns import Column
 from schemas.files import DataFolder, hold, publish, remove_stale
-from schemas.tables import EXPERIMENT_TABLES, LAB_TABLES, REPLAY_TABLES, SWEEP_TABLES, TABLES, Table
+from schemas.tables import DECODE_TABLES, EXPERIMENT_TABLES, LAB_TABLES, REPLAY_TABLES, SWEEP_TABLES, TABLES, Table
 
 STORAGE_VERSION = "v1.0.0"
 ROUTING_QUESTION = "Which experts did each token of each trace select, row by row as recorded?"
@@ -200,8 +200,9 @@ def _load(connection: duckdb.DuckDBPyConnection, data: DataFolder, table: Table)
     for file in files:
         _check_columns(connection, data, file, wanted)
     if files:
-        # replay_run is filled before the tables of what its runs did: that is their order in schemas/tables.py.
-        of_runs = " WHERE run_id IN (SELECT run_id FROM replay_run)" if _is_part_of_a_run(table) else ""
+        # A table of runs is filled before those of what they did: that is their order in schemas/tables.py.
+        runs = _table_of_runs(table)
+        of_runs = "" if runs is None else f" WHERE run_id IN (SELECT run_id FROM {runs})"  # noqa: S608 - our own names
         load = f"INSERT INTO {table.name} BY NAME FROM read_parquet(?, union_by_name = true){of_runs}"
         try:
             connection.execute(load, [[_glob_escaped(file) for file in files]])
@@ -220,13 +221,17 @@ def _maker(table: str) -> str:
         return "replayer replay"
     if table in EXPERIMENT_TABLES:
         return "replayer replay --experiment"
+    if table in DECODE_TABLES:
+        return "replayer decode"
     if table in LAB_TABLES:
         return "replayer lab"
     return "replayer sweep" if table in SWEEP_TABLES else "expert-tier run"
 
 
-def _is_part_of_a_run(table: Table) -> bool:
-    return "run_id" in table.key and table.name != "replay_run"
+def _table_of_runs(table: Table) -> str | None:
+    """The table whose row makes a run of this table exist; null where a row needs none."""
+    runs = "decode_run" if table.name in DECODE_TABLES else "replay_run"
+    return runs if "run_id" in table.key and table.name != runs else None
 
 
 def _result_files(data: DataFolder, table: str) -> list[Path]:

@@ -855,3 +855,87 @@ CREATE TABLE lab_run (
     kernel_package     VARCHAR,
     compiled_files     BIGINT
 );
+
+-- One row per decode that was measured, its experts served through the tier.
+-- Key: run_id
+CREATE TABLE decode_run (
+    run_id              VARCHAR NOT NULL,
+    started_at          VARCHAR NOT NULL,
+    condition_hash      VARCHAR NOT NULL,
+    pool_id             VARCHAR NOT NULL,
+    machine_id          VARCHAR NOT NULL,
+    replayer_version    VARCHAR NOT NULL,
+    model               VARCHAR NOT NULL,
+    model_folder        VARCHAR NOT NULL,
+    computed_by         VARCHAR NOT NULL,
+    compute_dtype       VARCHAR NOT NULL,
+    prompt_name         VARCHAR NOT NULL,
+    prompt_sha256       VARCHAR NOT NULL,
+    prompt_tokens       BIGINT  NOT NULL,
+    decoded_tokens      BIGINT  NOT NULL,
+    bytes_valid         BOOLEAN NOT NULL,
+    bytes_reasons       VARCHAR NOT NULL,
+    time_valid          BOOLEAN NOT NULL,
+    time_reasons        VARCHAR NOT NULL,
+    degenerate          BOOLEAN NOT NULL,
+    owner               VARCHAR NOT NULL,
+    policy              VARCHAR,
+    mechanism           VARCHAR NOT NULL,
+    threads             BIGINT  NOT NULL,
+    warm_pass           BOOLEAN NOT NULL,
+    capacity_bytes      BIGINT,
+    wall_bytes          BIGINT,
+    accesses            BIGINT  NOT NULL,
+    demand_bytes        BIGINT  NOT NULL,
+    device_bytes        BIGINT,
+    token_sha256        VARCHAR NOT NULL,
+    warm_token_sha256   VARCHAR,
+    warm_up_ns          BIGINT,
+    first_token_ns      BIGINT  NOT NULL,
+    first_token_wait_ns BIGINT  NOT NULL,
+    decode_ns           BIGINT  NOT NULL,
+    decode_wait_ns      BIGINT  NOT NULL,
+    decode_rest_ns      BIGINT  NOT NULL,
+    decode_passes       BIGINT  NOT NULL,
+    decode_ns_per_token DOUBLE
+);
+
+-- One row per decode, MoE layer and phase.
+-- Key: run_id, decode_phase, layer_id
+CREATE TABLE decode_layer (
+    run_id             VARCHAR NOT NULL,
+    decode_phase       VARCHAR NOT NULL,
+    layer_id           BIGINT  NOT NULL,
+    events             BIGINT  NOT NULL,
+    accesses           BIGINT  NOT NULL,
+    layer_wait_ns      BIGINT  NOT NULL,
+    layer_compute_ns   BIGINT  NOT NULL,
+    layer_lookahead_ns BIGINT  NOT NULL
+);
+
+-- One row per pair of decodes of one prompt by two owners.
+-- Key: decode_pair_id
+CREATE TABLE decode_pair (
+    decode_pair_id       VARCHAR NOT NULL,
+    pairs_id             VARCHAR NOT NULL,
+    model                VARCHAR NOT NULL,
+    model_folder         VARCHAR NOT NULL,
+    prompt_name          VARCHAR NOT NULL,
+    prompt_sha256        VARCHAR NOT NULL,
+    decoded_tokens       BIGINT  NOT NULL,
+    pair                 BIGINT  NOT NULL,
+    order_seed           BIGINT  NOT NULL,
+    owner                VARCHAR NOT NULL,
+    against              VARCHAR NOT NULL,
+    first_owner          VARCHAR NOT NULL,
+    owner_run_id         VARCHAR NOT NULL,
+    against_run_id       VARCHAR NOT NULL,
+    owner_token_sha256   VARCHAR NOT NULL,
+    against_token_sha256 VARCHAR NOT NULL,
+    identical            BOOLEAN NOT NULL,
+    void_reason          VARCHAR,
+    owner_time_valid     BOOLEAN NOT NULL,
+    against_time_valid   BOOLEAN NOT NULL,
+    owner_decode_ns      BIGINT  NOT NULL,
+    against_decode_ns    BIGINT  NOT NULL
+);
