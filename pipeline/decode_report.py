@@ -22,6 +22,8 @@ _LAYER_QUERY = (
 
 def decode_blocks(tables: Mapping[str, pl.DataFrame]) -> list[Block]:
     """One block for all decodes; nothing without any. tables: `decode_run`, `decode_layer` and the two `VIEWS`."""
+    if not all(name in tables for name in VIEWS):
+        return []
     summary, pairs = tables[SUMMARY_VIEW].to_dicts(), tables[PAIR_VIEW].to_dicts()
     if not summary and not pairs:
         return []
