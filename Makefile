@@ -11,7 +11,7 @@ PURE_1 := $(patsubst %,tests/test_%.py,accounting bad_dumps benefit boundaries c
   dumps_tensorrt_llm dumps_vllm experiment_report export fuzz_dumps hit_curves hostile intervals inversion libcachesim \
   locality lookahead lookahead_cli lookahead_effect lookahead_report model_sizes open_format plan policies predictors \
   prefetch priorities)
-PURE_2 := $(patsubst %,tests/test_%.py,answer_views decode_report lab_report placement published_values quantities queues \
+PURE_2 := $(patsubst %,tests/test_%.py,answer_views compare decode_report lab_report placement published_values quantities queues \
   reclaim_report reclaim_views report \
   sample schemas simulate simulate_cli streams sweep token_identity trace user_cache validator warehouse)
 # Whole commands and the graph: they replay as well, but mostly compute.

@@ -23,6 +23,7 @@ from typing import Any
 import polars as pl
 
 from pipeline.bundle import UnusableBundle, add_bundle, is_line, shipped, write_bundle
+from pipeline.compare import UnknownResult
 from pipeline.dump_checks import CHECKS, listed
 from pipeline.dumps.blocks import MalformedDump, RefusedDump
 from pipeline.dumps.packing import Unpacking
@@ -32,6 +33,7 @@ from pipeline.ingest import Ingested, Reading, WrongMetadata, ingest, judge, nam
 from pipeline.model_sizes import read_model
 from pipeline.replays import Conditions, ReplayFailed, compiling_ahead, pool_of, replay_all, usable_mechanism
 from pipeline.results import stale_traces
+from pipeline.trust_cli import add_compare, run_compare
 from replayer.command import Parser, byte_size, choice, count, printable, run
 from replayer.machine import storage_of
 from replayer.plan import MalformedPlan, check_replaceable, write_plan
@@ -212,6 +214,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("sql", nargs="?", metavar="SQL")
     command.add_argument("--list", action="store_true", help="tables and views, with what they hold and answer")
     command.add_argument("--format", choices=("table", "csv", "json"), default="table")
+
+    add_compare(
+        add(
+            "compare",
+            lambda arguments: run_compare(arguments, _folder(arguments)),
+            "Holds two results against each other: every contract column that differs first, then the quantities.",
+        )
+    )
 
     command = add("report", _report, "Writes data/report/index.html from the warehouse.")
     command.add_argument("--json", action="store_true", help="print one JSON document")
@@ -1007,6 +1017,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong_call: tuple[type[Exception], ...] = (WrongCall, WrongMetadata, UnusableRequest)
     failed: tuple[type[Exception], ...] = (
         MalformedDump, RefusedDump, MalformedTrace, MalformedPlan, ContractViolation, UnknownTrace, UnusableBundle,
+        UnknownResult,
         WorkFailed, CannotHold,
     )  # fmt: skip
     from warehouse.build import QueryFailed, WarehouseMissing

@@ -849,3 +849,72 @@ class LabOutcome(_Document):
     failures: list[str]
     by_condition: list[MeasuredCondition]
     by_run: list[LabRun]
+
+
+class Comparison(_Document):
+    """`expert-tier compare --json`; unknown is null, and so is a side that has no such column."""
+
+    class Side(_Document):
+        """A quantity of one result: a ratio with its parts, a median with its range."""
+
+        value: int | float | str | bool | None
+        valid: bool
+        numerator: int | float | None
+        denominator: int | float | None
+        lowest: int | float | None
+        highest: int | float | None
+
+    class Compared(_Document):
+        """One of the two results; repetitions is null of a single run and of a simulation."""
+
+        relation: str
+        name: str
+        evidence: Literal["measured", "decoded", "simulated"]
+        repetitions: int | None
+        quarantined: bool
+        failed_proofs: list[str]
+        times_valid: bool
+
+    class Difference(_Document):
+        """A contract column that differs; counted: whether it makes the results differ in its kind."""
+
+        kind: str
+        column: str
+        a: int | float | str | bool | None
+        b: int | float | str | bool | None
+        counted: bool
+        note: str
+
+    class Quantity(_Document):
+        """A column of either result that is no contract."""
+
+        column: str
+        unit: str | None
+        a: "Comparison.Side | None"
+        b: "Comparison.Side | None"
+
+    results: list[Compared]
+    differences: list[Difference]
+    comparable: bool
+    verdict: str
+    quantities: list[Quantity]
+
+
+class Verification(_Document):
+    """`expert-tier verify --json`: every check of a bundle, and what came of it."""
+
+    class Check(_Document):
+        """held is null where the check is not possible here; found says why."""
+
+        check: str
+        subject: str
+        held: bool | None
+        found: str
+
+    bundle: str
+    made_by: str
+    expert_tier_version: str
+    held: int
+    failed: int
+    not_possible: int
+    checks: list[Check]
