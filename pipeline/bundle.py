@@ -66,22 +66,22 @@ def write_bundle(data: DataFolder, lab_id: str, folder: Path, *, made_by: str) -
     """
     if not is_line(made_by):
         raise UnusableBundle(f"--made-by {made_by!r:.60}, wanted the command that remakes the results, as: make lab")
-    labs = _of(data, "lab").filter(pl.col("lab_id") == lab_id)
-    marks = _of(data, "lab_run").filter(pl.col("lab_id") == lab_id)
+    labs = rows_of(data, "lab").filter(pl.col("lab_id") == lab_id)
+    marks = rows_of(data, "lab_run").filter(pl.col("lab_id") == lab_id)
     if not labs.height or not marks.height:
-        known = ", ".join(sorted(_of(data, "lab")["lab_id"])) or "none"
+        known = ", ".join(sorted(rows_of(data, "lab")["lab_id"])) or "none"
         raise UnusableBundle(f"{data.root}: no lab {lab_id!r} with runs there; there are: {known}")
     tables = {"lab": labs}
     of_lab = pl.col("run_id").is_in(marks["run_id"].implode())
-    tables["replay_run"] = _of(data, "replay_run").filter(of_lab)
+    tables["replay_run"] = rows_of(data, "replay_run").filter(of_lab)
     # A mark without its run is no run.
     tables["lab_run"] = marks.filter(pl.col("run_id").is_in(tables["replay_run"]["run_id"].implode()))
     if not tables["lab_run"].height:
         raise UnusableBundle(f"{data.root}: of the runs of lab {lab_id!r} none is there; run it again, or another lab")
     for name in _OF_RUNS:
-        tables[name] = _of(data, name).filter(of_lab)
+        tables[name] = rows_of(data, name).filter(of_lab)
     for name, key in _BY_ID.items():
-        tables[name] = _of(data, name).filter(pl.col(key).is_in(tables["replay_run"][key].unique().implode()))
+        tables[name] = rows_of(data, name).filter(pl.col(key).is_in(tables["replay_run"][key].unique().implode()))
     folder.mkdir(parents=True, exist_ok=True)
     for name, frame in tables.items():
         _write(frame.sort(TABLES[name].key), folder / f"{name}.parquet")
@@ -115,7 +115,7 @@ def add_bundle(folder: Path, data: DataFolder) -> Added:
     lab_id = str(tables["lab"]["lab_id"].item())
     with exclusive(data.results / "lab"):
         _check_against(folder, tables, data)
-        marks = _of(data, "lab_run").filter(pl.col("lab_id") == lab_id)
+        marks = rows_of(data, "lab_run").filter(pl.col("lab_id") == lab_id)
         new = _new(tables, "lab_run", data)
         for name, key in _BY_ID.items():
             for (one,), frame in _new(tables, name, data).group_by(key):
@@ -127,7 +127,7 @@ def add_bundle(folder: Path, data: DataFolder) -> Added:
                 runs = "\n".join(sorted(rows["run_id"].unique()))
                 part = f"bundle-{hashlib.sha256(runs.encode()).hexdigest()[:12]}"
                 _write(rows, data.run_file(name, lab_id, part))
-        if new.height or not _of(data, "lab").filter(pl.col("lab_id") == lab_id).height:
+        if new.height or not rows_of(data, "lab").filter(pl.col("lab_id") == lab_id).height:
             _write(_lab(tables["lab"], data), data.result_file("lab", lab_id))
     return Added(lab_id, new.height, not marks.height)
 
@@ -214,18 +214,18 @@ def _check_provenance(folder: Path, tables: Mapping[str, pl.DataFrame]) -> None:
 def _check_against(folder: Path, tables: Mapping[str, pl.DataFrame], data: DataFolder) -> None:
     """Refuses what is among the results already as something else."""
     lab_id, definition = tables["lab"].select("lab_id", "definition").row(0)
-    there = _of(data, "lab").filter((pl.col("lab_id") == lab_id) & (pl.col("definition") != definition))
+    there = rows_of(data, "lab").filter((pl.col("lab_id") == lab_id) & (pl.col("definition") != definition))
     if there.height:
         raise UnusableBundle(
             f"{folder}: lab {lab_id} is among the results with another definition, so one of them is not that lab; "
             f"remove {data.result_file('lab', lab_id).relative_to(data.root)} to take this one"
         )
-    both = _of(data, "lab_run").join(tables["lab_run"], on="run_id", suffix="_here").sort("run_id")
+    both = rows_of(data, "lab_run").join(tables["lab_run"], on="run_id", suffix="_here").sort("run_id")
     for run_id, other in both.filter(pl.col("lab_id") != lab_id).select("run_id", "lab_id").head(1).rows():
         raise UnusableBundle(
             f"{folder}: run {run_id} of lab {lab_id} is among the results as one of lab {other}; add either, not both"
         )
-    run = _of(data, "replay_run")
+    run = rows_of(data, "replay_run")
     same = run.filter(pl.col("run_id").is_in(tables["replay_run"]["run_id"].implode())).sort("run_id")
     here = tables["replay_run"].filter(pl.col("run_id").is_in(same["run_id"].implode())).sort("run_id")
     if not same.equals(here):
@@ -238,16 +238,16 @@ def _check_against(folder: Path, tables: Mapping[str, pl.DataFrame], data: DataF
 def _new(tables: Mapping[str, pl.DataFrame], name: str, data: DataFolder) -> pl.DataFrame:
     """The rows of a table whose run, or own id, the results do not have in that table."""
     key = _BY_ID.get(name, "run_id")
-    return tables[name].filter(~pl.col(key).is_in(_of(data, name)[key].unique().implode()))
+    return tables[name].filter(~pl.col(key).is_in(rows_of(data, name)[key].unique().implode()))
 
 
 def _lab(lab: pl.DataFrame, data: DataFolder) -> pl.DataFrame:
     """The lab's row with the runs that are among the results now."""
     (row,) = lab.to_dicts()
-    known = _of(data, "lab").filter(pl.col("lab_id") == row["lab_id"])
+    known = rows_of(data, "lab").filter(pl.col("lab_id") == row["lab_id"])
     repetitions = max([row["repetitions"], *known["repetitions"]])
-    marks = _of(data, "lab_run").filter(pl.col("lab_id") == row["lab_id"])
-    runs = marks.join(_of(data, "replay_run"), on="run_id", how="inner").to_dicts()
+    marks = rows_of(data, "lab_run").filter(pl.col("lab_id") == row["lab_id"])
+    runs = marks.join(rows_of(data, "replay_run"), on="run_id", how="inner").to_dicts()
     done = {(run["condition"], run["repetition"]) for run in runs if counts(run)}
     asked = asked_bytes(row["definition"])
     changed = {
@@ -259,8 +259,12 @@ def _lab(lab: pl.DataFrame, data: DataFolder) -> pl.DataFrame:
     return TABLES["lab"].frame([{**row, **changed}])
 
 
-def _of(data: DataFolder, name: str) -> pl.DataFrame:
-    """All rows of a table among the results."""
+def rows_of(data: DataFolder, name: str) -> pl.DataFrame:
+    """All rows of a table among the results of a data folder.
+
+    Raises:
+        UnusableBundle: a file is damaged, or of another version. OSError: it cannot be read.
+    """
     files = sorted((data.results / name).glob("*/[!.]*.parquet"))
     return pl.concat([_result(file, name) for file in files]) if files else TABLES[name].frame([])
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import polars as pl
 
-from pipeline.bundle import UnusableBundle, add_bundle, is_line, shipped, write_bundle
+from pipeline.bundle import UnusableBundle, add_bundle, is_line, shipped
 from pipeline.compare import UnknownResult
 from pipeline.dump_checks import CHECKS, listed
 from pipeline.dumps.blocks import MalformedDump, RefusedDump
@@ -33,7 +33,7 @@ from pipeline.ingest import Ingested, Reading, WrongMetadata, ingest, judge, nam
 from pipeline.model_sizes import read_model
 from pipeline.replays import Conditions, ReplayFailed, compiling_ahead, pool_of, replay_all, usable_mechanism
 from pipeline.results import stale_traces
-from pipeline.trust_cli import add_compare, run_compare
+from pipeline.trust_cli import add_bundle_arguments, add_compare, add_verify, run_bundle, run_compare, run_verify
 from replayer.command import Parser, byte_size, choice, count, printable, run
 from replayer.machine import storage_of
 from replayer.plan import MalformedPlan, check_replaceable, write_plan
@@ -202,10 +202,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--out", type=_path, metavar="PLAN.parquet", help="write the plan there")
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
-    command = add("bundle", _bundle, "Writes the results of a lab into a folder that another data folder can take.")
-    command.add_argument("lab", metavar="LAB_ID", help="as the table lab names it")
-    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder; made if need be")
-    command.add_argument("--made-by", required=True, metavar="COMMAND", help="what remakes the results")
+    add_bundle_arguments(
+        add("bundle", _bundle, "Packs results into one file that can be checked elsewhere, or a lab's into a folder.")
+    )
+    add_verify(
+        add(
+            "verify",
+            lambda arguments: run_verify(arguments, _folder(arguments)),
+            "Checks a bundle: hashes, contracts, identities, and the same simulations; traces come from it or --data.",
+        )
+    )
 
     command = add("unbundle", _unbundle, "Adds a lab's results that were measured elsewhere; then: expert-tier run.")
     command.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="default: those that are shipped")
@@ -787,9 +793,10 @@ def _bundle(arguments: argparse.Namespace) -> int:
         raise WrongCall(
             f"--made-by {arguments.made_by!r:.60}, wanted the command that remakes the results, as: make lab"
         )
-    rows = write_bundle(_folder(arguments), arguments.lab, arguments.out, made_by=arguments.made_by)
-    print(f"{arguments.out}: {rows['replay_run']:,} runs of {arguments.lab}")
-    return 0
+    if arguments.lab is not None and (arguments.trace or arguments.run or arguments.with_traces):
+        raise WrongCall("a lab's bundle is all of its runs; leave --trace, --run and --with-traces out, or the LAB_ID")
+    data = _folder(arguments)
+    return run_bundle(arguments, data, lambda out: _check_file_target(data, out, "results.zip"))
 
 
 def _unbundle(arguments: argparse.Namespace) -> int:
