@@ -1,24 +1,21 @@
 """The accounting identities of native results and decodes, computed again from the rows that were kept.
 
-In: tables by name; a trace, where one is at hand. Out: findings, each one identity of one subject with what was wanted
-and found, or why it cannot be computed from what is kept. Pure: nothing is read or written. The proofs of a run were
+In: tables by name. Out: findings, each one identity of one subject with what was wanted and found, or why it cannot be
+computed from what is kept. What a trace says again is in `recounts`. Pure: nothing is read or written. The proofs of a run were
 made of counters and arrays that no table keeps; here their words are held against the columns that state the same,
 their verdicts against the numbers, and the run's against theirs.
 """
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import polars as pl
 
-from replayer.accounting import simulated_lru_hits
 from replayer.owners import reads_directly
 from replayer.proofs import (
     IDLE_PAGE_OUT_NS,
@@ -28,11 +25,11 @@ from replayer.proofs import (
     TIME_SHARE,
     TIME_SLACK_NS,
     Proof,
-    expected_digest,
     verdicts,
 )
 from replayer.quantities import format_bytes
-from replayer.trace import Trace, steps_without_warmup, walk
+from replayer.replay import condition_hash
+from replayer.request import Request, fits_a_table
 from schemas.tables import TABLES
 
 Row = dict[str, Any]
@@ -99,12 +96,88 @@ def machine_findings(tables: Tables) -> Iterator[Finding]:
         )
 
 
+_ASKED = (
+    "trace_id", "pool_id", "owner", "policy", "scope", "admission", "arena_fraction", "miss_path", "mechanism",
+    "headroom_bytes", "outer_group_bytes", "fadvise", "destination", "threads", "observe", "verify", "group_stat",
+    "warm_pass", "step_begin", "step_end",
+)  # fmt: skip
+
+
+def contract_findings(tables: Tables) -> Iterator[Finding]:
+    """What was asked for, against the digest of it; and that the repetitions of a condition were asked for alike."""
+    planned = set(tables["replay_delivery"]["run_id"])
+    runs = tables["replay_run"].sort("run_id")
+    for run in runs.iter_rows(named=True):
+        one, begun = run["run_id"], re.sub("[-:]", "", run["started_at"])[:15]
+        yield Finding("run_id begins with when it was started", one, begun, one[:15])
+        name = "condition_hash is the digest of what was asked for"
+        if (
+            one in planned
+            or run["admission"] is not None
+            or fits_a_table(Request(owner=run["owner"], policy=run["policy"]))
+        ):
+            yield Finding(name, one, reason="asked for with a table or a plan, which is not kept")
+        elif any(
+            condition_hash(run["trace_id"], run["pool_id"], asked) == run["condition_hash"] for asked in _asked(run)
+        ):
+            yield Finding(name, one, True, True)
+        else:
+            yield Finding(name, one, reason="asked for with another version, or its contract was changed")
+    for (digest,), same in runs.group_by("condition_hash", maintain_order=True):
+        if same.height > 1:
+            differ = [column for column in _ASKED if same[column].n_unique() > 1]
+            yield Finding("repetitions of a condition were asked for alike", str(digest), [], differ)
+    for name in ("experiment_run", "lab_run"):
+        other = tables[name].join(runs.select("run_id", "trace_id"), on="run_id", suffix="_of_run")
+        differ = sorted(other.filter(pl.col("trace_id") != pl.col("trace_id_of_run"))["run_id"])
+        yield Finding("a mark names its run's trace", name, [], differ)
+
+
+def _asked(run: Row) -> Iterator[Request]:
+    """Every request that would have given a run these columns: what says nothing in the columns, both ways."""
+    names = ("owner", "mechanism", "headroom_bytes", "outer_group_bytes", "arena_fraction", "policy", "fadvise",
+             "destination", "threads", "observe", "verify", "warm_pass")  # fmt: skip
+    said = {name: run[name] for name in names}
+    said |= {
+        "seed": run["seed"] or 0,
+        "group_stat": run["group_stat"] or "pass",
+        "offline_memory_blocks": run["mechanism"] == "offline",
+    }
+    begins, ends = (run["step_begin"], None), (run["step_end"], None)
+    sizes = ((run["capacity_bytes"], None), (None, run["wall_bytes"]), (None, None))
+    for steps, size, miss_path, scope, thrash, unsuitable, accelerator in itertools.product(
+        itertools.product(begins, ends), dict.fromkeys(sizes), {run["miss_path"], None}, {run["scope"], None},
+        (False, True), (False, True), (False, True),
+    ):  # fmt: skip
+        yield Request(
+            **said, steps=steps, capacity_bytes=size[0], wall_bytes=size[1], miss_path=miss_path, scope=scope,
+            allow_thrash=thrash, allow_unsuitable=unsuitable, accelerator_memory=accelerator,
+        )  # fmt: skip
+
+
+def node_findings(tables: Tables) -> Iterator[Finding]:
+    """A run has a row for each memory node of its machine, and a node holds no more than it has."""
+    machines = dict(tables["machine"].select("machine_id", "numa_nodes").rows())
+    of_run = dict(tables["replay_run"].select("run_id", "machine_id").rows())
+    for one, rows in sorted(parts_of_runs(tables["replay_node"]).items()):
+        nodes = machines.get(of_run.get(one))
+        if nodes is not None:
+            yield Finding("a row for each memory node of the machine", one, nodes, rows.height)
+        held = [
+            rows.filter(pl.col(name) > pl.col("node_bytes")).height
+            for name in ("node_free_bytes", "node_file_bytes", "node_locked_bytes")
+        ]
+        yield Finding("a memory node holds no more than it has", one, [0, 0, 0], held)
+        both = rows.filter(pl.col("node_free_bytes") + pl.col("node_file_bytes") > pl.col("node_bytes")).height
+        yield Finding("free memory and page cache of a node fit it", one, 0, both)
+
+
 def run_findings(tables: Tables) -> Iterator[Finding]:
     """Identities of native replays from stored rows alone."""
-    steps = _parts(tables["replay_step"])
-    layers = _parts(tables["replay_layer"])
-    proofs = _parts(tables["replay_proof"])
-    reclaim = _parts(tables["replay_reclaim"])
+    steps = parts_of_runs(tables["replay_step"])
+    layers = parts_of_runs(tables["replay_layer"])
+    proofs = parts_of_runs(tables["replay_proof"])
+    reclaim = parts_of_runs(tables["replay_reclaim"])
     machines = {row["machine_id"]: row for row in tables["machine"].to_dicts()}
     pools = {row["pool_id"]: row for row in tables["pool"].to_dicts()}
     delivery = {row["run_id"]: row for row in tables["replay_delivery"].to_dicts()}
@@ -122,7 +195,7 @@ def run_findings(tables: Tables) -> Iterator[Finding]:
             yield Finding("named hits are among named accesses", one, True, row["named_hits"] <= row["named_accesses"])
 
 
-def _parts(frame: pl.DataFrame) -> dict[str, Any]:
+def parts_of_runs(frame: pl.DataFrame) -> dict[str, Any]:
     """The rows of each run: as a frame, but those of proofs as dicts."""
     parts = {str(key[0]): part for key, part in frame.group_by("run_id", maintain_order=True)}
     if "spoils" in frame.columns:
@@ -168,10 +241,10 @@ def _of_columns(run: Row, machine: Row | None, pool: Row | None, delivery: Row |
     if run["resident_median_bytes"] is not None:
         order = run["resident_median_bytes"] <= run["resident_max_bytes"]
         yield Finding("median residency is at most the largest", one, True, order)
-    if run["stall_median_ns"] is not None:
-        yield Finding(
-            "a median stall is at most the 99th percentile", one, True, run["stall_median_ns"] <= run["stall_p99_ns"]
-        )
+    if run["checked_bytes"] is not None:
+        yield Finding("what was checked is whole words", one, 0, run["checked_bytes"] % 8)
+    if run["owner"] in ("page_cache", "page_cache_mmap") and run["direct_bytes"] is not None:
+        yield Finding("the page cache reads nothing by O_DIRECT", one, 0, run["direct_bytes"])
 
 
 def _pool_adds_up(pool: Row) -> bool:
@@ -200,9 +273,10 @@ def _of_sums(run: Row, steps: pl.DataFrame | None, layers: pl.DataFrame | None, 
     resident = steps["resident_bytes"].sort()
     yield Finding("resident_median_bytes is that of its steps", one, resident[middle], run["resident_median_bytes"])
     yield Finding("resident_max_bytes is that of its steps", one, resident[-1], run["resident_max_bytes"])
-    for what, rows in (("steps", steps), ("layers", layers)):
-        order = bool((rows["stall_median_ns"] <= rows["stall_p99_ns"]).all())
-        yield Finding(f"stalls of {what}: a median is at most the 99th percentile", one, True, order)
+    for what, rows in (("steps", steps), ("layers", layers), ("run", pl.DataFrame([_stalls(run)]))):
+        yield Finding(
+            f"median and 99th percentile of stalls fit their sum: {what}", one, 0, rows.filter(~_STALLS_FIT).height
+        )
     if not steps["simulated_misses"].null_count() and not layers["simulated_misses"].null_count():
         for name in ("simulated_hits", "simulated_misses"):
             yield Finding(f"Σ steps = Σ layers: {name}", one, int(steps[name].sum()), int(layers[name].sum()))
@@ -211,21 +285,47 @@ def _of_sums(run: Row, steps: pl.DataFrame | None, layers: pl.DataFrame | None, 
             yield Finding("Σ simulated misses = resident_miss_bytes", one, wanted, run["resident_miss_bytes"])
 
 
+_EVENTS = pl.col("events").cast(pl.Int64)
+_STALLS_FIT = (
+    (pl.col("stall_median_ns") <= pl.col("stall_p99_ns"))
+    # At least so many of them are as long.
+    & (pl.col("stall_median_ns") * (_EVENTS - (_EVENTS - 1) // 2) <= pl.col("stall_ns"))
+    & (pl.col("stall_p99_ns") * (_EVENTS - (99 * _EVENTS + 99) // 100 + 1) <= pl.col("stall_ns"))
+)
+
+
+def _stalls(run: Row) -> Row:
+    return {name: run[name] for name in ("events", "stall_ns", "stall_median_ns", "stall_p99_ns")}
+
+
+_GROWN = tuple(
+    name for name in TABLES["replay_reclaim"].column_names
+    if name.endswith(("_pages", "_faults", "_refault_bytes", "_some_ns", "_full_ns"))
+)  # fmt: skip
+
+
 def _of_reclaim(run: Row, rows: pl.DataFrame | None, machine: Row | None) -> Iterator[Finding]:
     if rows is None:
         return
     one = run["run_id"]
-    for whole in rows.filter(pl.col("step_id").is_null()).iter_rows(named=True):
-        yield Finding("reclaim of the whole pass: device_bytes", one, run["device_bytes"], whole["device_bytes"])
-        if machine is not None and whole["memory_bytes"] is not None:
-            yield Finding(
-                "reclaim of the whole pass: memory_bytes", one, machine["memory_bytes"], whole["memory_bytes"]
-            )
+    for row in rows.filter(pl.col("step_id").is_null()).iter_rows(named=True):
+        yield Finding("reclaim of the whole pass: device_bytes", one, run["device_bytes"], row["device_bytes"])
+        if machine is not None and row["memory_bytes"] is not None:
+            yield Finding("reclaim of the whole pass: memory_bytes", one, machine["memory_bytes"], row["memory_bytes"])
     steps = rows.filter(pl.col("step_id").is_not_null())
     counted = run["device_bytes"] is not None and not steps["device_bytes"].null_count()
     if steps.height and counted and run["status"] == "complete":
         total = int(steps["device_bytes"].sum())
         yield Finding("Σ steps of reclaim = run: device_bytes", one, run["device_bytes"], total)
+    sizes = rows["memory_bytes"].drop_nulls().n_unique()
+    yield Finding("the machine kept its memory in every step", one, True, sizes <= 1)
+    whole = rows.filter(pl.col("step_id").is_null())
+    if whole.height == 1 and steps.height:
+        more = [
+            name for name in _GROWN
+            if not whole[name].null_count() and not steps[name].null_count() and steps[name].sum() > whole[name][0]
+        ]  # fmt: skip
+        yield Finding("counts of the steps are among those of the whole pass", one, [], more)
     for whose in ("group", "machine"):
         for what in ("scan", "steal"):
             parts = [f"{whose}_{by}_{what}_pages" for by in ("kswapd", "direct")]
@@ -443,7 +543,7 @@ def _contract(row: Row) -> str:
 def decode_findings(tables: Tables) -> Iterator[Finding]:
     """A decode is the sum of its layers, and a pair says what its decodes say."""
     runs = {row["run_id"]: row for row in tables["decode_run"].to_dicts()}
-    layers = _parts(tables["decode_layer"])
+    layers = parts_of_runs(tables["decode_layer"])
     for one, run in sorted(runs.items()):
         if one in layers:
             yield Finding("Σ layers = decode: accesses", one, run["accesses"], int(layers[one]["accesses"].sum()))
@@ -474,117 +574,3 @@ def summary_findings(tables: Tables) -> Iterator[Finding]:
             runs = tables[of_runs].filter(pl.col(key) == row[key]).join(valid, on="run_id")
             wanted = [runs.height, int(runs["bytes_valid"].sum())]
             yield Finding(f"{name}: runs and valid runs", row[key], wanted, [row["runs"], row["valid_runs"]])
-
-
-# With the trace
-
-
-def trace_run_findings(tables: Tables, traces: Mapping[str, Trace]) -> Iterator[Finding]:
-    """What a replay of these steps accesses, demands, consumes, and would miss, from the trace itself."""
-    pools = {row["pool_id"]: row for row in tables["pool"].to_dicts()}
-    steps, layers = _parts(tables["replay_step"]), _parts(tables["replay_layer"])
-    for run in tables["replay_run"].sort("run_id").iter_rows(named=True):
-        one, trace, pool = run["run_id"], traces.get(run["trace_id"]), pools.get(run["pool_id"])
-        name = "replayed again from its trace"
-        if trace is None:
-            yield Finding(name, one, reason=f"trace {run['trace_id']} is not at hand")
-            continue
-        sizes = None if pool is None else _sizes(trace, pool)
-        if run["status"] != "complete" or run["wall_ns"] is None or run["access_order"] == "random":
-            yield Finding(name, one, reason=f"{run['status']}, or in an order whose seed is not kept")
-            continue
-        if sizes is None:
-            yield Finding(name, one, reason="sizes of the pool's experts are not kept")
-            continue
-        yield from _replayed_again(run, trace, sizes, pool or {}, steps.get(one), layers.get(one))
-
-
-def _sizes(trace: Trace, pool: Row) -> npt.NDArray[np.int64] | None:
-    """(O,) bytes of each expert of a pool: all equal, or as the trace has them where they fill that pool."""
-    if pool["pool_experts"] != trace.num_objects:
-        return None
-    if pool["expert_bytes_min"] == pool["expert_bytes_max"]:
-        return np.full(trace.num_objects, pool["expert_bytes_min"], dtype=np.int64)
-    layers = [trace.metadata.sizes_of_layer(layer) for layer in range(len(trace.metadata.moe_layer_ids))]
-    sizes = np.array([size for layer in layers for size in layer or []], dtype=np.int64)
-    fits = len(sizes) == trace.num_objects and int(sizes.sum()) == pool["pool_bytes"]
-    return sizes if fits else None
-
-
-def _replayed_again(
-    run: Row,
-    trace: Trace,
-    sizes: npt.NDArray[np.int64],
-    pool: Row,
-    steps: pl.DataFrame | None,
-    layers: pl.DataFrame | None,
-) -> Iterator[Finding]:
-    one, begin, end = run["run_id"], run["step_begin"], run["step_end"]
-    ids = steps_without_warmup(trace)[begin:end]
-    yield Finding("its steps are those of the trace", one, end - begin, len(ids))
-    if len(ids) != end - begin:
-        return
-    walked = walk(trace, begin, end, order=run["access_order"])
-    demanded = sizes[walked.objects]
-    for name, wanted in (
-        ("events", walked.num_events),
-        ("selections", int(walked.selections.sum())),
-        ("accesses", len(walked.objects)),
-        ("demand_bytes", int(demanded.sum())),
-    ):
-        yield Finding(f"trace = run: {name}", one, wanted, run[name])
-    experts = trace.metadata.experts_per_layer
-    seen = SimpleNamespace(
-        walk=walked,
-        trace=trace,
-        step_begin=begin,
-        step_end=end,
-        access_event=np.repeat(np.arange(walked.num_events), np.diff(walked.first_access)),
-        request=SimpleNamespace(warm_pass=run["warm_pass"]),
-        pool=SimpleNamespace(
-            num_objects=trace.num_objects,
-            object_bytes=sizes,
-            object_first_extent=np.arange(trace.num_objects + 1),
-            extent_length_bytes=sizes,
-            object_layer_id=np.repeat(trace.metadata.moe_layer_ids, experts),
-            object_expert_id=np.concatenate([np.arange(number) for number in experts]),
-        ),
-    )
-    hits = None
-    if run["nominal_miss_bytes"] is not None:
-        missed = ~simulated_lru_hits(seen, run["capacity_bytes"])  # type: ignore[arg-type]
-        yield Finding(
-            "simulated again: nominal_miss_bytes", one, int(demanded[missed].sum()), run["nominal_miss_bytes"]
-        )
-    if run["resident_miss_bytes"] is not None:
-        hits = simulated_lru_hits(seen, run["resident_median_bytes"])  # type: ignore[arg-type]
-        yield Finding(
-            "simulated again: resident_miss_bytes", one, int(demanded[~hits].sum()), run["resident_miss_bytes"]
-        )
-    digest = "digest: what the trace says every owner must have read"
-    if run["consumed_digest"] is None or not run["bytes_valid"]:
-        yield Finding(digest, one, reason="a run without a digest, or whose bytes are not valid")
-    elif pool["content"] is None or int(sizes.min()) < 3 * 4096:
-        yield Finding(digest, one, reason="the pool's content is not made by a rule, or its experts lie in small parts")
-    else:
-        yield Finding(digest, one, f"{expected_digest(seen):016x}", run["consumed_digest"])  # type: ignore[arg-type]
-    step_of, layer_of = walked.step[seen.access_event], walked.layer[seen.access_event]
-    for what, rows, key, names, place, event_place in (
-        ("step", steps, "step_id", ids, step_of, walked.step),
-        ("layer", layers, "layer_id", np.array(trace.metadata.moe_layer_ids), layer_of, walked.layer),
-    ):
-        if rows is None:
-            continue
-        counted = pl.DataFrame(
-            {
-                key: names,
-                "events": np.bincount(event_place, minlength=len(names)),
-                "accesses": np.bincount(place, minlength=len(names)),
-                "demand_bytes": np.bincount(place, weights=demanded, minlength=len(names)).astype(np.int64),
-                "simulated_hits": None if hits is None else np.bincount(place, weights=hits, minlength=len(names)),
-            }
-        ).filter(pl.col("events") > 0)
-        for name in (key, "events", "accesses", "demand_bytes", *([] if hits is None else ["simulated_hits"])):
-            wanted = counted[name].cast(pl.Int64).to_list()
-            found = rows.sort(key)[name].cast(pl.Int64).to_list()
-            yield Finding(f"trace = each {what}: {name}", one, wanted, found)

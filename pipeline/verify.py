@@ -31,17 +31,19 @@ from pipeline.bundle_file import (
 )
 from pipeline.identities import (
     Finding,
+    contract_findings,
     decode_findings,
     machine_findings,
+    node_findings,
     reference_findings,
     run_findings,
     simulated_findings,
     summary_findings,
-    trace_run_findings,
 )
 from pipeline.inversion import inversion_rows, synthetic_trace
 from pipeline.locality import OVERLAP_TOP_EXPERTS, domain_overlap, trace_locality
 from pipeline.lookahead import lookahead_tables, recorded
+from pipeline.recounts import pool_findings, trace_run_findings
 from pipeline.reporting import reporting_block
 from pipeline.results import check_rows, trace_row
 from replayer.machine import machine_row
@@ -108,13 +110,15 @@ def verify_bundle(path: Path, data: DataFolder | None = None, *, everything: boo
             (
                 *reference_findings(tables),
                 *machine_findings(tables),
+                *contract_findings(tables),
+                *node_findings(tables),
                 *run_findings(tables),
                 *simulated_findings(tables),
                 *decode_findings(tables),
                 *summary_findings(tables),
             )
         )
-        found.checks += _aggregated(trace_run_findings(tables, traces))
+        found.checks += _aggregated((*pool_findings(tables, traces), *trace_run_findings(tables, traces)))
         found.checks += _simulated_again(tables, traces, files, everything)
         found.checks += _machines(tables)
     return found
