@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PORT ?= 3000
 # Tests that replay nothing natively and time nothing, in two parts. Of the others most need the machine's one lock.
-PURE_1 := $(patsubst %,tests/test_%.py,accounting bad_dumps benefit boundaries canonical checkpoints containers curves \
+PURE_1 := $(patsubst %,tests/test_%.py,accounting bad_dumps benefit boundaries bundle_file canonical checkpoints containers curves \
   decoder disclosure docs dumps dumps_hooks dumps_llama_cpp dumps_megatron dumps_repeats dumps_rl \
   dumps_router_logits dumps_sglang \
   dumps_tensorrt_llm dumps_vllm experiment_report export fuzz_dumps hit_curves hostile intervals inversion libcachesim \
@@ -13,7 +13,7 @@ PURE_1 := $(patsubst %,tests/test_%.py,accounting bad_dumps benefit boundaries c
   prefetch priorities)
 PURE_2 := $(patsubst %,tests/test_%.py,answer_views compare decode_report lab_report placement published_values quantities queues \
   reclaim_report reclaim_views report \
-  sample schemas simulate simulate_cli streams sweep token_identity trace user_cache validator warehouse)
+  sample schemas simulate simulate_cli streams sweep token_identity trace user_cache validator verify warehouse)
 # Whole commands and the graph: they replay as well, but mostly compute.
 COMMANDS := $(patsubst %,tests/test_%.py,cli cli_replays decode graph native_graph)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -1,11 +1,12 @@
 """The accounting identities of native results and decodes, computed again from the rows that were kept.
 
 In: tables by name. Out: findings, each one identity of one subject with what was wanted and found, or why it cannot be
-computed from what is kept. What a trace says again is in `recounts`. Pure: nothing is read or written. The proofs of a run were
-made of counters and arrays that no table keeps; here their words are held against the columns that state the same,
-their verdicts against the numbers, and the run's against theirs.
+computed from what is kept. What a trace says again is in `recounts`. Pure: nothing is read or written. The proofs of a
+run were made of counters and arrays that no table keeps; here their words are held against the columns that state the
+same, their verdicts against the numbers, and the run's against theirs.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -67,6 +68,12 @@ _ALWAYS_PROVED = frozenset({
 })  # fmt: skip
 
 
+_OF_TIMES = frozenset({
+    "step times sum to the interval", "stalls within their steps", "no neighbour on the device", "no foreign load",
+    "no idle page-out by the machine", "no emulation", "checks are cheap",
+})  # fmt: skip
+
+
 def reference_findings(tables: Tables) -> Iterator[Finding]:
     """Rows that name another row: the other is there."""
     runs = set(tables["replay_run"]["run_id"])
@@ -111,18 +118,12 @@ def contract_findings(tables: Tables) -> Iterator[Finding]:
         one, begun = run["run_id"], re.sub("[-:]", "", run["started_at"])[:15]
         yield Finding("run_id begins with when it was started", one, begun, one[:15])
         name = "condition_hash is the digest of what was asked for"
-        if (
-            one in planned
-            or run["admission"] is not None
-            or fits_a_table(Request(owner=run["owner"], policy=run["policy"]))
-        ):
+        tabled = run["admission"] is not None or fits_a_table(Request(owner=run["owner"], policy=run["policy"]))
+        if one in planned or tabled:
             yield Finding(name, one, reason="asked for with a table or a plan, which is not kept")
-        elif any(
-            condition_hash(run["trace_id"], run["pool_id"], asked) == run["condition_hash"] for asked in _asked(run)
-        ):
-            yield Finding(name, one, True, True)
         else:
-            yield Finding(name, one, reason="asked for with another version, or its contract was changed")
+            found = next((True for digest in _digests(run) if digest == run["condition_hash"]), False)
+            yield Finding(name, one, True, found)
     for (digest,), same in runs.group_by("condition_hash", maintain_order=True):
         if same.height > 1:
             differ = [column for column in _ASKED if same[column].n_unique() > 1]
@@ -131,6 +132,28 @@ def contract_findings(tables: Tables) -> Iterator[Finding]:
         other = tables[name].join(runs.select("run_id", "trace_id"), on="run_id", suffix="_of_run")
         differ = sorted(other.filter(pl.col("trace_id") != pl.col("trace_id_of_run"))["run_id"])
         yield Finding("a mark names its run's trace", name, [], differ)
+
+
+_OF_LOOKAHEAD = frozenset({"plan", "delivery", "split", "hint_slots"})
+_KNOWN = frozenset({
+    "owner", "mechanism", "capacity_bytes", "wall_bytes", "headroom_bytes", "outer_group_bytes", "miss_path",
+    "arena_fraction", "policy", "scope", "fit", "admit", "seed", "fadvise", "destination", "threads", "observe",
+    "verify", "group_stat", "warm_pass", "steps", "accelerator_memory", "offline_memory_blocks", "allow_thrash",
+    "allow_unsuitable",
+}) | _OF_LOOKAHEAD  # fmt: skip
+"""Fields of a request as of the first versions whose results are shipped; the oldest have none of lookahead."""
+
+
+def _digests(run: Row) -> Iterator[str]:
+    """Every condition_hash that a run of these columns can have, of this version and those before."""
+    newer = {field.name for field in dataclasses.fields(Request)} - _KNOWN
+    for request in _asked(run):
+        yield condition_hash(run["trace_id"], run["pool_id"], request)
+        said = dataclasses.asdict(request)
+        for unknown in ({*newer}, {*newer, *_OF_LOOKAHEAD}):
+            then = {name: value for name, value in said.items() if name not in unknown}
+            text = json.dumps([run["trace_id"], run["pool_id"], then], sort_keys=True)
+            yield hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _asked(run: Row) -> Iterator[Request]:
@@ -237,7 +260,8 @@ def _of_columns(run: Row, machine: Row | None, pool: Row | None, delivery: Row |
         wanted = own[1] + own[2] + (run["own_kernel_bytes"] or 0) + run["headroom_bytes"]
         yield Finding("wall = capacity + the reader's own + headroom", one, wanted, own[0])
     if run["mechanism"] == "cgroup" and run["owner"] == "page_cache" and run["outer_group_bytes"] is None:
-        yield Finding("a cgroup enforces what was asked for", one, run["capacity_bytes"], run["enforced_bytes"])
+        wanted = run["capacity_bytes"] + run["headroom_bytes"]
+        yield Finding("a cgroup enforces what was asked for", one, wanted, run["enforced_bytes"])
     if run["resident_median_bytes"] is not None:
         order = run["resident_median_bytes"] <= run["resident_max_bytes"]
         yield Finding("median residency is at most the largest", one, True, order)
@@ -344,6 +368,8 @@ def _of_proofs(run: Row, proofs: Sequence[Row], machine: Row | None) -> Iterator
     if measured and run["status"] == "complete":
         missing = sorted(_ALWAYS_PROVED - {proof["name"] for proof in proofs})
         yield Finding("a complete run has every proof", one, [], missing)
+    spoilt = sorted(proof["name"] for proof in proofs if (proof["spoils"] == "time") != (proof["name"] in _OF_TIMES))
+    yield Finding("a proof spoils what it always spoils", one, [], spoilt)
     by_name = {proof["name"]: proof for proof in proofs}
     for name, field, wanted in _stated(run, by_name, machine):
         if name in by_name:

@@ -62,8 +62,14 @@ def pool_findings(tables: Tables, traces: Mapping[str, Trace]) -> Iterator[Findi
         except UnusablePlan as error:
             yield Finding(name, pool_id, "a pool", str(error))
             continue
-        wanted = [plan.pool_id, len(plan.moe_layer_ids), len(plan.files), int(plan.file_bytes.sum()), int(sizes.sum())]
-        told = [pool["pool_id"], *(pool[column] for column in ("moe_layers", "files", "file_bytes", "pool_bytes"))]
+        wanted = [
+            plan.pool_id, len(plan.moe_layer_ids), len(plan.files), int(plan.file_bytes.sum()), int(sizes.sum()),
+            int(sizes.min()), int(sizes.max()),
+        ]  # fmt: skip
+        columns = (
+            "pool_id", "moe_layers", "files", "file_bytes", "pool_bytes", "expert_bytes_min", "expert_bytes_max",
+        )  # fmt: skip
+        told = [pool[column] for column in columns]
         yield Finding(name, pool_id, wanted, told)
 
 
