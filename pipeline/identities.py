@@ -353,10 +353,10 @@ def _of_reclaim(run: Row, rows: pl.DataFrame | None, machine: Row | None) -> Ite
     for whose in ("group", "machine"):
         for what in ("scan", "steal"):
             parts = [f"{whose}_{by}_{what}_pages" for by in ("kswapd", "direct")]
-            total = f"{whose}_{what}_pages"
+            both = f"{whose}_{what}_pages"
             # The sum may hold more than both: proactive reclaim counts apart.
-            less = rows.filter(pl.sum_horizontal(parts) > pl.col(total)).height
-            yield Finding(f"{total} holds its parts", one, 0, less)
+            less = rows.filter(pl.sum_horizontal(parts) > pl.col(both)).height
+            yield Finding(f"{both} holds its parts", one, 0, less)
 
 
 # Proofs
@@ -581,13 +581,13 @@ def decode_findings(tables: Tables) -> Iterator[Finding]:
         same = pair["owner_token_sha256"] == pair["against_token_sha256"]
         yield Finding("identical is whether both say the same tokens", one, same, pair["identical"])
         for side in ("owner", "against"):
-            run = runs.get(pair[f"{side}_run_id"])
-            if run is None:
+            decode = runs.get(pair[f"{side}_run_id"])
+            if decode is None:
                 yield Finding(
                     "a pair says what its decodes say", one, reason=f"decode {pair[f'{side}_run_id']} is not here"
                 )
                 continue
-            wanted = [run["owner"], run["token_sha256"], run["time_valid"], run["decode_ns"]]
+            wanted = [decode["owner"], decode["token_sha256"], decode["time_valid"], decode["decode_ns"]]
             told = [pair[side], *(pair[f"{side}_{name}"] for name in ("token_sha256", "time_valid", "decode_ns"))]
             yield Finding("a pair says what its decodes say", one, wanted, told)
 

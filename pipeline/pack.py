@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 
 from pipeline.bundle import UnusableBundle, is_line, rows_of
 from pipeline.bundle_file import (
-    FORMAT,
     FORMAT_VERSION,
     MANIFEST,
     MOST_BYTES,
@@ -106,7 +105,7 @@ def write_bundle_file(
             f"{MOST_BYTES:,}; leave --with-traces out, or choose fewer with --trace"
         )
     manifest = Manifest(
-        format=FORMAT,
+        format="expert-tier bundle",
         format_version=FORMAT_VERSION,
         made_by=made_by,
         expert_tier_version=package_version(),

@@ -159,6 +159,5 @@ def _replayed_again(
             }
         ).filter(pl.col("events") > 0)
         for name in (key, "events", "accesses", "demand_bytes", *([] if hits is None else ["simulated_hits"])):
-            wanted = counted[name].cast(pl.Int64).to_list()
-            found = rows.sort(key)[name].cast(pl.Int64).to_list()
-            yield Finding(f"trace = each {what}: {name}", one, wanted, found)
+            there = rows.sort(key)[name].cast(pl.Int64).to_list()
+            yield Finding(f"trace = each {what}: {name}", one, counted[name].cast(pl.Int64).to_list(), there)

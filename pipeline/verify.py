@@ -42,7 +42,8 @@ from pipeline.identities import (
 )
 from pipeline.inversion import inversion_rows, synthetic_trace
 from pipeline.locality import OVERLAP_TOP_EXPERTS, domain_overlap, trace_locality
-from pipeline.lookahead import lookahead_tables, recorded
+from pipeline.lookahead import lookahead_tables
+from pipeline.predictors import recorded
 from pipeline.recounts import pool_findings, trace_run_findings
 from pipeline.reporting import reporting_block
 from pipeline.results import check_rows, trace_row
@@ -158,7 +159,7 @@ def _tables(bundle: BundleFile) -> tuple[dict[str, pl.DataFrame], list[Check]]:
             tables[name] = table.frame([])
             checks.append(Check("table keeps its contract", name, False, _reason(bundle, error)))
             continue
-        room -= tables[name].estimated_size()
+        room -= int(tables[name].estimated_size())
         if member in bundle.names:
             rows = tables[name].height
             told = bundle.manifest.members.get(member)
@@ -425,8 +426,9 @@ def _again(trace: Trace, row: Row) -> Row:
         fit=row["fit"] or "same",
         admit=row["admission"],
         quota_fit=row["quota_fit"],
-        **({"pinned_fraction": Fraction(str(row["pinned_fraction"]))} if row["pinned_fraction"] is not None else {}),
-        **({"folios_per_expert": row["folios_per_expert"]} if row["folios_per_expert"] is not None else {}),
+        # Null where the policy has none of either; then any value will do.
+        pinned_fraction=Fraction(str(row["pinned_fraction"] or 0.5)),
+        folios_per_expert=row["folios_per_expert"] or 1,
     )
     capacity = Capacity(experts=experts) if in_experts else Capacity(bytes=row["capacity_bytes"])
     cell = Cell(row["policy"], row["semantics"], capacity)

@@ -40,7 +40,8 @@ def _ratio_holds(column: Column) -> pl.Expr:
     numerator, denominator = column.ratio or ("", "")
     whole = pl.col(denominator)
     expected = pl.when(whole != 0).then(pl.col(numerator) / whole)
-    same = (pl.col(column.name) - expected).abs() <= 1e-12
+    # Of a large ratio the last bit is more than 1e-12, and division of whole columns may round it otherwise.
+    same = (pl.col(column.name) - expected).abs() <= 1e-12 * pl.max_horizontal(expected.abs(), 1.0)
     return same.fill_null(value=False) | (pl.col(column.name).is_null() & expected.is_null())
 
 

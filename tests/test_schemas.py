@@ -147,6 +147,14 @@ def test_the_one_pass_and_pandera_agree_on_what_is_missing(name):
     assert keeps_contract(missing, table) == held
 
 
+def test_a_large_ratio_may_differ_in_its_last_bit_and_no_more():
+    table = TABLES["decode_run"]
+    one = table.frame([{**ROWS["decode_run"], "decode_ns": 287767738, "decode_wait_ns": 0, "decode_rest_ns": 287767738,
+                        "decode_passes": 11, "decode_ns_per_token": 287767738 / 11}])  # fmt: skip
+    for factor, held in ((1, True), (1 + 2**-52, True), (1 - 2**-52, True), (1 + 1e-9, False)):
+        assert keeps_contract(one.with_columns(pl.col("decode_ns_per_token") * factor), table) is held
+
+
 def test_metadata_with_unequal_lengths_are_refused():
     with pytest.raises(ValueError, match="ascend"):
         UserMetadata(moe_layer_ids=[2, 1])
