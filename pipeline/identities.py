@@ -259,9 +259,11 @@ def _of_columns(run: Row, machine: Row | None, pool: Row | None, delivery: Row |
     if None not in own and run["owner"] in ("page_cache", "page_cache_mmap"):
         wanted = own[1] + own[2] + (run["own_kernel_bytes"] or 0) + run["headroom_bytes"]
         yield Finding("wall = capacity + the reader's own + headroom", one, wanted, own[0])
-    if run["mechanism"] == "cgroup" and run["owner"] == "page_cache" and run["outer_group_bytes"] is None:
-        wanted = run["capacity_bytes"] + run["headroom_bytes"]
-        yield Finding("a cgroup enforces what was asked for", one, wanted, run["enforced_bytes"])
+    cgroup = run["mechanism"] == "cgroup" and run["owner"] == "page_cache" and run["outer_group_bytes"] is None
+    if cgroup and machine is not None:
+        # A limit is whole pages.
+        less = run["capacity_bytes"] + run["headroom_bytes"] - run["enforced_bytes"]
+        yield Finding("a cgroup enforces what was asked for", one, True, 0 <= less < machine["page_bytes"])
     if run["resident_median_bytes"] is not None:
         order = run["resident_median_bytes"] <= run["resident_max_bytes"]
         yield Finding("median residency is at most the largest", one, True, order)

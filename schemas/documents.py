@@ -900,6 +900,23 @@ class Comparison(_Document):
     quantities: list[Quantity]
 
 
+class WrittenBundle(_Document):
+    """`expert-tier bundle --json` of results as one file; the manifest is the member `manifest.json`."""
+
+    out: str
+    bytes: int
+    sha256: str
+    manifest: dict[str, object]
+
+
+class WrittenLab(_Document):
+    """`expert-tier bundle LAB_ID --json`: rows of each table."""
+
+    out: str
+    lab_id: str
+    rows: dict[str, int]
+
+
 class Verification(_Document):
     """`expert-tier verify --json`: every check of a bundle, and what came of it."""
 

@@ -1,5 +1,6 @@
 """`expert-tier verify`: a number that was changed, with a manifest that hides it, is found where an identity speaks."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,7 +182,9 @@ def test_a_whole_bundle_holds_and_says_what_is_not_possible(
     assert main(call) == 0
     assert "expert-tier verify whole.zip" in capsys.readouterr().out
     assert main([*call, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["manifest"]["traces"][0]["packed"] is False
+    document = documents.WrittenBundle.model_validate(json.loads(capsys.readouterr().out))
+    assert document.bytes == target.stat().st_size
+    assert document.sha256 == hashlib.sha256(target.read_bytes()).hexdigest()
     # Without the trace, its recounts are not possible; with it they hold.
     assert main(["verify", str(target), "--data", str(tmp_path / "none")]) == 0
     text = capsys.readouterr().out
