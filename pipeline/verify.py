@@ -29,9 +29,9 @@ from pipeline.bundle_file import (
     seeds_of,
     traces_of,
 )
+from pipeline.condition_hashes import contract_findings
 from pipeline.identities import (
     Finding,
-    contract_findings,
     decode_findings,
     machine_findings,
     node_findings,

@@ -9,9 +9,9 @@ import polars as pl
 import pytest
 
 from pipeline.cli import main
+from pipeline.condition_hashes import contract_findings
 from pipeline.identities import (
     Finding,
-    contract_findings,
     decode_findings,
     machine_findings,
     node_findings,
