@@ -127,6 +127,10 @@ def run_findings(tables: Tables) -> Iterator[Finding]:
     delivery = {row["run_id"]: row for row in tables["replay_delivery"].to_dicts()}
     for run in tables["replay_run"].sort("run_id").iter_rows(named=True):
         one = run["run_id"]
+        lost = lost_columns(run)
+        yield Finding("what is counted together is all there", one, [], lost)
+        if lost:
+            continue
         machine, pool = machines.get(run["machine_id"]), pools.get(run["pool_id"])
         yield from _of_columns(run, machine, pool, delivery.get(one))
         yield from _of_sums(run, steps.get(one), layers.get(one), pool)
@@ -137,6 +141,25 @@ def run_findings(tables: Tables) -> Iterator[Finding]:
             parts = sum(row[f"hints_{name}"] for name in ("completed", "overwritten", "dropped", "in_flight"))
             yield Finding("hints handed over = what became of them", one, row["hints_submitted"], parts)
             yield Finding("named hits are among named accesses", one, True, row["named_hits"] <= row["named_accesses"])
+
+
+_TOGETHER = (
+    ("wall_ns", ("check_ns", "stall_ns", "observe_ns", "verify_ns", "reads", "returned_bytes", "checked_bytes")),
+    ("resident_median_bytes", ("resident_max_bytes",)),
+    ("resident_max_bytes", ("resident_median_bytes",)),
+    ("stall_median_ns", ("stall_p99_ns", "stall_ns")),
+    ("nominal_miss_bytes", ("capacity_bytes",)),
+    ("resident_miss_bytes", ("resident_median_bytes",)),
+    ("enforced_bytes", ("capacity_bytes",)),
+)
+
+
+def lost_columns(run: Row) -> list[str]:
+    """Columns of a run that are null though what is counted with them is not: nothing can be said of such a run."""
+    lost = {name for known, names in _TOGETHER if run[known] is not None for name in names if run[name] is None}
+    if run["mechanism"] == "cgroup" and run["status"] == "complete":
+        lost |= {name for name in ("capacity_bytes", "enforced_bytes", "wall_bytes") if run[name] is None}
+    return sorted(lost)
 
 
 def parts_of_runs(frame: pl.DataFrame) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from pipeline.identities import Finding, Row, Tables, parts_of_runs
+from pipeline.identities import Finding, Row, Tables, lost_columns, parts_of_runs
 from replayer.accounting import simulated_lru_hits
 from replayer.pool import SYNTHETIC, UnusablePlan, plan_pool
 from replayer.proofs import expected_digest
@@ -27,6 +27,9 @@ def trace_run_findings(tables: Tables, traces: Mapping[str, Trace]) -> Iterator[
         name = "replayed again from its trace"
         if trace is None:
             yield Finding(name, one, reason=f"trace {run['trace_id']} is not at hand")
+            continue
+        if lost_columns(run):
+            yield Finding(name, one, reason="columns of it are missing")
             continue
         sizes = None if pool is None else _sizes(trace, pool)
         if run["status"] != "complete" or run["wall_ns"] is None or run["access_order"] == "random":

@@ -217,6 +217,22 @@ def test_a_step_more_or_less_is_found(tables: Tables, traces: dict[str, Trace]) 
     assert "every run's machine is there" in {one.identity for one in found_false(lost, traces)}
 
 
+def test_columns_that_are_missing_are_found_and_stop_nothing(tables: Tables, traces: dict[str, Trace]) -> None:
+    """Null is a value that anybody can write: every identity has to do without."""
+    runs, tried = tables["replay_run"], 0
+    for column in TABLES["replay_run"].nullable:
+        without = runs.with_columns(pl.lit(None, runs.schema[column]).alias(column))
+        try:
+            validate_table(without, TABLES["replay_run"])
+        except ContractViolation:
+            continue
+        tried += 1
+        found = found_false({**tables, "replay_run": without}, traces)
+        if column in ("reads", "capacity_bytes", "resident_max_bytes", "check_ns"):
+            assert "what is counted together is all there" in {one.identity for one in found}, column
+    assert tried > 30
+
+
 # Simulated results.
 
 
